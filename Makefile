@@ -1,0 +1,47 @@
+# `make train` and `make test` do all the set-up that a fresh machine needs.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+# One thread for each numerical library: several contending ones are slower on small networks.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test test-all check docs lock bench clean
+
+train: $(INSTALLED)  ## Train the cartpole preset with a live panel.
+	$(BIN)/qfleet train cartpole
+
+test: check docs  ## Every check and every test but the long matrices.
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: check docs  ## Every test: kills, seeds, cut points, all algorithms.
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)  ## Format, lint, types, import contracts, spelling.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+docs: $(INSTALLED)  ## Build the documentation; a broken link is an error.
+	$(BIN)/mkdocs build --strict --quiet --site-dir .site
+
+bench: $(INSTALLED)  ## Measure against the peers, which get an environment of their own; fills benchmarks/.
+	bash benchmarks/peers/setup.sh .peers
+	$(BIN)/python benchmarks/run.py
+
+# torch first, by an exact pin: an open range would bring gigabytes of CUDA to a machine without a GPU.
+$(INSTALLED): requirements.lock pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet torch==2.13.0 uv==0.13.7
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --requirement requirements.lock
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
+	touch $(INSTALLED)
+
+lock:  ## Resolve the newest versions anew, for both supported Pythons; torch is left out on purpose.
+	echo 'torch ; python_version < "0"' > .venv/no-torch.txt
+	$(BIN)/uv pip compile pyproject.toml --all-extras --override .venv/no-torch.txt --universal --python-version 3.11 \
+		--no-emit-index-url --no-header --annotation-style line --upgrade --output-file requirements.lock
+
+clean:
+	rm -rf .venv .site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""Agents: networks, heads, targets, losses and updates as pure functions and small modules."""

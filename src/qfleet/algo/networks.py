@@ -1,0 +1,124 @@
+"""The Q-network: torso and head, built deterministically from settings and an environment's spec."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from qfleet.algo.agent import AgentConfig, ReplayAgent, RolloutAgent, TabularAgent
+from qfleet.algo.heads import (
+    CategoricalConfig,
+    CategoricalHead,
+    Head,
+    ImplicitQuantileConfig,
+    ImplicitQuantileHead,
+    QuantileConfig,
+    QuantileHead,
+    ScalarConfig,
+    ScalarHead,
+    Streams,
+    TableHead,
+)
+from qfleet.algo.layers import Dropout, NoisyLinear
+from qfleet.algo.torsos import CategoryIndex, DeepConfig, NetworkConfig, TabularConfig, Torso, TorsoFactory
+from qfleet.core.errors import ConfigError
+from qfleet.core.seeding import sequence, torch_stream
+from qfleet.core.spec import EnvSpec
+
+__all__ = ["NetworkConfig", "QNetwork", "build_network"]
+
+
+class QNetwork(nn.Module):
+    """Values of all actions from raw observations (uint8 pixels, unscaled vectors, integer categories).
+
+    Make one with `build_network`. Three modes: `train()` for the network that learns, `explore()` for one that acts
+    or is a target (weight noise, nothing else), `eval()` for greedy play (no noise at all).
+    """
+
+    def __init__(
+        self, config: NetworkConfig, agent: AgentConfig, spec: EnvSpec, custom: TorsoFactory | None = None
+    ) -> None:
+        super().__init__()
+        self.torso: Torso | CategoryIndex
+        self.head: Head
+        if isinstance(config, TabularConfig) != isinstance(agent, TabularAgent):
+            raise ConfigError(
+                f"agent '{agent.kind}' and network '{config.kind}' do not fit:"
+                " the tabular agent and the tabular network need each other"
+            )
+        if isinstance(config, TabularConfig):
+            self.torso = CategoryIndex(spec)
+            self.head = TableHead(self.torso.features, spec.actions, config.initial)
+        else:
+            self.torso = Torso(config, spec, custom)
+            self.head = _build_head(config, agent, self.torso.features, spec.actions)
+        self.generator = torch.Generator()
+        self._noisy = [module for module in self.modules() if isinstance(module, NoisyLinear)]
+
+    def forward(self, observation: dict[str, Tensor], taus: Tensor | None = None) -> Tensor:
+        """Map leaves [B, ...] to values [B, A], logits [B, A, atoms] or quantiles [B, A, N].
+
+        Fractions `taus` [B, N] are for implicit quantiles only, which use evenly spaced ones without them.
+        """
+        features = self.torso(observation)
+        return cast(Tensor, self.head(features) if taus is None else self.head(features, taus))
+
+    def q(self, observation: dict[str, Tensor]) -> Tensor:
+        """Return the expected values [B, A]."""
+        return self.head.expectation(self(observation))
+
+    def observe(self, observation: dict[str, Tensor]) -> None:
+        """Let running input statistics take in a batch of raw leaves [B, ...]."""
+        if isinstance(self.torso, Torso):
+            self.torso.inputs.observe(observation)
+
+    def resample_noise(self, generator: torch.Generator) -> None:
+        """Draw new weight noise for every noisy layer."""
+        for layer in self._noisy:
+            layer.resample(generator)
+
+    def set_generator(self, generator: torch.Generator) -> None:
+        """Make every random layer, and the fractions of implicit quantiles, draw from this one from now on."""
+        self.generator = generator
+        for module in self.modules():
+            if isinstance(module, Dropout):
+                module.generator = generator
+
+    def explore(self) -> QNetwork:
+        """Switch weight noise on and everything else that belongs to learning off; return self."""
+        self.eval()
+        for layer in self._noisy:
+            layer.train()
+        return self
+
+
+def build_network(
+    config: NetworkConfig, agent: AgentConfig, spec: EnvSpec, seed: int, custom: TorsoFactory | None = None
+) -> QNetwork:
+    """Return a network whose parameters are a function of the arguments; torch's global random state is untouched."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(sequence(seed, "network").generate_state(1)[0]))
+        network = QNetwork(config, agent, spec, custom)
+    network.set_generator(torch_stream(seed, "network", purpose="layers"))
+    return network
+
+
+def _build_head(config: DeepConfig, agent: AgentConfig, features: int, actions: int) -> Head:
+    if isinstance(agent, RolloutAgent):
+        return ScalarHead(Streams(config, features, (actions,), agent.dueling, noisy=False))
+    assert isinstance(agent, ReplayAgent)
+
+    def streams(*entries: int) -> Streams:
+        return Streams(config, features, (actions, *entries), agent.dueling, agent.noisy)
+
+    match agent.head:
+        case ScalarConfig():
+            return ScalarHead(streams())
+        case CategoricalConfig() as head:
+            return CategoricalHead(streams(head.atoms), head)
+        case QuantileConfig() as head:
+            return QuantileHead(streams(head.quantiles), head)
+        case ImplicitQuantileConfig() as head:
+            return ImplicitQuantileHead(streams(), head, features)

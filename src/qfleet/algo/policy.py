@@ -1,0 +1,115 @@
+"""A trained network as a user sees it: raw observations in, greedy actions or values out, NumPy on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from qfleet.algo.batch import leaves_to_tensors
+from qfleet.algo.networks import QNetwork
+from qfleet.algo.targets import allow
+from qfleet.core.spec import PLAIN, EnvSpec, LeafSpec
+from qfleet.core.types import Array, Bools, Floats, Leaves
+
+MASK = "action_mask"
+"""The name under which Dict observations carry the mask of allowed actions."""
+
+
+class Policy:
+    """Plays greedily. Observations come in the environment's own form: an array [B, ...], or for Dict spaces a dict.
+
+    A single observation without the batch axis is answered by a single action.
+    """
+
+    def __init__(self, network: QNetwork, spec: EnvSpec) -> None:
+        self.network, self.spec = network.eval(), spec
+        self._device = next(network.parameters()).device
+
+    def initial_state(self, count: int) -> tuple[()]:
+        """Return the memory of `count` agents before their first observation: none for feed-forward networks."""
+        return ()
+
+    def act(self, observations: Any, state: tuple[()] | None = None, mask: Any = None) -> Any:
+        """Return the best actions, as the environment takes them: [B], or [B, parts] for MultiDiscrete.
+
+        The mask [B, A] tells allowed joint actions; an environment with masks needs it, unless its Dict observation
+        carries it as "action_mask". With a state, return (actions, next state).
+        """
+        leaves, allowed, single = self._read(observations, mask)
+        if self.spec.masked and allowed is None:
+            raise ValueError(f"{self.spec.name} restricts its actions: pass mask=, with the shape (batch, actions)")
+        action = self._values(leaves, allowed).argmax(1)
+        if self.spec.action_shape:
+            action = np.stack(np.unravel_index(action, self.spec.action_shape), axis=1)
+        action = action + self.spec.action_start
+        if single:
+            action = action[0]
+        return action if state is None else (action, state)
+
+    def q(self, observations: Any) -> Floats:
+        """Return the values [B, A] of all joint actions, or [A] for a single observation."""
+        leaves, _, single = self._read(observations, None)
+        values = self._values(leaves, None)
+        return values[0] if single else values
+
+    def _values(self, leaves: Leaves, mask: Bools | None) -> Floats:
+        with torch.inference_mode():
+            q = self.network.q(leaves_to_tensors(leaves, self._device))
+            q = allow(q, None if mask is None else torch.from_numpy(mask).to(self._device))
+            return np.asarray(q.cpu().numpy(), np.float32)
+
+    def _read(self, observations: Any, mask: Any) -> tuple[Leaves, Bools | None, bool]:
+        """Return batched leaves, the batched mask, and whether the observation came without a batch axis."""
+        given = _flatten(observations)
+        if mask is None and self.spec.masked and MASK not in self.spec.observations:
+            mask = given.pop(MASK, None)
+        if self.spec.plain and len(given) == 1:
+            given = {PLAIN: next(iter(given.values()))}
+        if set(given) != set(self.spec.observations):
+            raise ValueError(f"{self.spec.name} has the observations {list(self.spec.observations)}, not {list(given)}")
+        leaves = {name: _as_leaf(name, given[name], leaf) for name, leaf in self.spec.observations.items()}
+        single = all(leaves[name].ndim == len(leaf.shape) for name, leaf in self.spec.observations.items())
+        if single:
+            leaves = {name: leaf[None] for name, leaf in leaves.items()}
+        sizes = {len(leaf) for leaf in leaves.values()}
+        if len(sizes) != 1 or any(leaves[n].ndim != len(s.shape) + 1 for n, s in self.spec.observations.items()):
+            raise ValueError(f"the observations of {self.spec.name} differ in their batch axis")
+        return leaves, None if mask is None else self._as_mask(mask, sizes.pop()), single
+
+    def _as_mask(self, mask: Any, size: int) -> Bools:
+        allowed = np.atleast_2d(np.asarray(mask, bool))
+        if allowed.shape != (size, self.spec.actions):
+            raise ValueError(f"the mask must have the shape {(size, self.spec.actions)}, not {allowed.shape}")
+        return allowed
+
+
+def _flatten(observations: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested dicts and tuples by their dotted names."""
+    if isinstance(observations, Mapping):
+        entries: Sequence[tuple[str, Any]] = [(str(name), value) for name, value in observations.items()]
+    elif isinstance(observations, tuple):
+        entries = [(str(number), value) for number, value in enumerate(observations)]
+    else:
+        return {prefix or PLAIN: observations}
+    return {
+        name: leaf
+        for key, value in entries
+        for name, leaf in _flatten(value, f"{prefix}.{key}" if prefix else key).items()
+    }
+
+
+def _as_leaf(name: str, value: Any, leaf: LeafSpec) -> Array:
+    array, dtype = np.asarray(value), np.dtype(leaf.dtype)
+    both_whole = array.dtype.kind in "biu" and dtype.kind in "biu"
+    if not both_whole and not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise ValueError(f"'{name}' is {array.dtype} but the model was trained on raw {leaf.dtype}: pass it unscaled")
+    shape = array.shape[-len(leaf.shape) :] if leaf.shape else ()
+    if shape != leaf.shape or array.ndim not in (len(leaf.shape), len(leaf.shape) + 1):
+        raise ValueError(
+            f"'{name}' has the shape {array.shape}; the model takes {leaf.shape}, or a batch axis before that"
+        )
+    leaves: Array = np.ascontiguousarray(array, dtype).reshape(array.shape)
+    return leaves - dtype.type(leaf.start) if leaf.start else leaves

@@ -1,0 +1,120 @@
+"""`qfleet doctor`: what this machine and this installation can do, and what is missing for the rest."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from qfleet.cli.flags import parse_options, wants_help
+from qfleet.cli.helptext import help_page
+from qfleet.cli.settings import settings_of
+from qfleet.core.config import Config
+
+USAGE = "qfleet doctor [--json]"
+EXTRAS = {
+    "fast": (("numba",), "compiled replay trees on the CPU: several times faster prioritised sampling"),
+    "atari": (("ale_py",), "Atari games"),
+    "box2d": (("Box2D",), "LunarLander and other Box2D environments"),
+    "envpool": (("envpool",), "environments stepped by EnvPool's threads"),
+    "media": (("PIL", "pygame"), "recordings (eval --record) and drawn environments"),
+    "plot": (("matplotlib",), "learning curves as pictures (compare --output)"),
+    "ray": (("ray",), "runs on many machines (--placement ray)"),
+    "track": (("tensorboard", "wandb"), "TensorBoard and Weights & Biases"),
+}
+"""Extra -> (the modules it brings, what they are for)."""
+
+
+class DoctorOptions(Config):
+    """Flags of `doctor`."""
+
+    as_json: bool = Field(False, alias="json")
+    """Print the findings as JSON."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Carry out the command."""
+    if wants_help(words):
+        print(help_page(USAGE, "Show what this machine and installation can do.", settings_of(DoctorOptions, {})))
+        return 0
+    given = parse_options(DoctorOptions, words, "", USAGE)
+    findings = examine()
+    print(json.dumps(findings, indent=1) if given.as_json else _text(findings))
+    return 0
+
+
+def examine() -> dict[str, Any]:
+    """Return the findings as plain values."""
+    from qfleet.control.summary import hardware, versions
+
+    return {
+        "versions": versions(),
+        "hardware": hardware(),
+        "gpu": _gpu(),
+        "extras": {extra: _extra(modules, purpose) for extra, (modules, purpose) in EXTRAS.items()},
+        "shared_memory": _space(Path("/dev/shm")),
+        "writable": {name: _writable(path) for name, path in _directories().items()},
+    }
+
+
+def _gpu() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
+        return f"CUDA {torch.version.cuda}, compute capability {capability}"
+    if torch.version.cuda is None:
+        return "none: this torch is built without CUDA"
+    return "none: torch is built with CUDA but sees no device (driver missing, or CUDA_VISIBLE_DEVICES empty)"
+
+
+def _extra(modules: Sequence[str], purpose: str) -> dict[str, Any]:
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    return {"present": not missing, "missing": missing, "enables": purpose}
+
+
+def _space(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        return {"path": str(path), "free_gib": None}
+    return {"path": str(path), "free_gib": round(shutil.disk_usage(path).free / 2**30, 2)}
+
+
+def _directories() -> dict[str, Path]:
+    """Return the directories that something writes to, by what it is."""
+    from_numba = os.environ.get("NUMBA_CACHE_DIR")
+    package = Path(__file__).parents[1]
+    return {
+        "working directory": Path.cwd(),
+        "temporary files": Path(tempfile.gettempdir()),
+        "compiled functions (numba)": Path(from_numba) if from_numba else package / "replay",
+    }
+
+
+def _writable(path: Path) -> dict[str, Any]:
+    nearest = next(parent for parent in (path, *path.parents) if parent.exists())
+    return {"path": str(path), "writable": os.access(nearest, os.W_OK)}
+
+
+def _text(findings: dict[str, Any]) -> str:
+    machine, shared = findings["hardware"], findings["shared_memory"]
+    lines = ["versions"]
+    lines += [f"  {name:<10} {number}" for name, number in findings["versions"].items()]
+    lines += ["machine", f"  {machine['cores']} cores ({machine['cpu']}), {machine['memory_gib']} GiB memory"]
+    lines += [f"  GPU: {', '.join([*machine['gpus'], findings['gpu']])}"]
+    free = "absent: --placement processes needs it" if shared["free_gib"] is None else f"{shared['free_gib']} GiB free"
+    lines += [f"  shared memory ({shared['path']}): {free}"]
+    lines += ["extras (pip install 'qfleet[NAME]')"]
+    for name, extra in findings["extras"].items():
+        state = "yes" if extra["present"] else f"no ({', '.join(extra['missing'])} missing)"
+        lines.append(f"  {name:<9} {state:<28} {extra['enables']}")
+    lines += ["writable"]
+    for name, place in findings["writable"].items():
+        lines.append(f"  {'yes' if place['writable'] else 'NO ':<4} {name}: {place['path']}")
+    return "\n".join(lines)

@@ -1,0 +1,65 @@
+"""The command `qfleet`: finds the verb, calls it, and turns what it raises into a message and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from qfleet.cli.errors import report
+from qfleet.core.errors import ConfigError, did_you_mean
+from qfleet.version import __version__
+
+VERBS = {
+    "train": "train an agent and test it",
+    "resume": "go on with a run from its newest good checkpoint",
+    "eval": "play with a run's kept model, on fresh seeds",
+    "compare": "show runs side by side: a table and learning curves",
+    "presets": "list the ready experiments and algorithms",
+    "doctor": "show what this machine and installation can do",
+}
+"""Each verb is a module of this package with a function `run(words) -> exit code`; it is imported when it is called."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out one command and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()  # here, where a closed pipe is still handled
+        return code
+    except (Exception, KeyboardInterrupt) as error:
+        return report(error)
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if words[0] == "--version":
+        print(f"qfleet {__version__}")
+        return 0
+    verb, *rest = words
+    if verb not in VERBS:
+        raise ConfigError(f"unknown command '{verb}': one of {', '.join(VERBS)}.{did_you_mean(verb, VERBS)}")
+    # A user's own `module:function` or environment lies where the command was given, as with `python -m`.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
+    return int(importlib.import_module(f"qfleet.cli.{verb}").run(rest))
+
+
+def _overview() -> str:
+    lines = [f"  {verb:<9} {about}" for verb, about in VERBS.items()]
+    return "\n".join(
+        [
+            "usage: qfleet COMMAND ...",
+            "",
+            "Deep Q-learning on any hardware you have, as fast as it allows.",
+            "",
+            *lines,
+            "",
+            "first steps:  qfleet train cartpole",
+            "more:         qfleet COMMAND --help",
+        ]
+    )

@@ -1,0 +1,154 @@
+"""`qfleet train`: trains one preset with one or several seeds, shows how it goes, and says what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from qfleet.cli.errors import crash_file_in
+from qfleet.cli.flags import Given, build_options, read_option, split_words, wants_help
+from qfleet.cli.helptext import help_page
+from qfleet.cli.settings import settings_of
+from qfleet.core.config import Config
+from qfleet.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from qfleet.experiment import Experiment
+
+USAGE = "qfleet train PRESET [--flag VALUE ...]"
+_COMMON = """\
+usage: qfleet train PRESET [--flag VALUE ...]
+
+PRESET is a name that `qfleet presets` lists, `gym:ID` for a registered environment, or `module:function` for your own.
+
+  --seed N                 every random number of the run derives from this
+  --seeds K                train K seeds (seed, seed + 1, ...) and report the aggregate
+  --run-dir DIR            where the run's files go; a new directory under runs/ by default
+  --env-steps N            steps in all environments together, after which the run ends
+  --target SCORE           stop when evaluations reach this score; exit code 4 if they never do
+  --algo NAME              another algorithm; `qfleet presets` lists them
+  --topology KIND          auto or pipeline
+  --placement WHERE        inline (this process), processes (this machine) or ray (a cluster)
+  --address RAY            the Ray cluster to join
+  --actors N               how many actors play
+  --learners N             how many learners share each update
+  --device DEVICE          cpu, cuda or auto
+  --quiet                  no progress, no result on the terminal
+
+Every setting is a flag: `qfleet train PRESET --help` lists all of a preset's with their values.
+example: qfleet train cartpole --seed 1 --optim.lr 5e-4 --network.hidden 64 64
+
+Exit codes: 0 finished, 2 bad configuration, 3 failed, 4 target not met, 130 stopped by Ctrl-C (and saved)."""
+
+
+class TrainOptions(Config):
+    """Flags of `train` that are not settings of the experiment."""
+
+    seeds: int = Field(1, gt=0, le=10_000)
+    """Train this many seeds (seed, seed + 1, ...) one after the other and report the aggregate."""
+    run_dir: Path | None = None
+    """Where the run's files go; by default a new directory under runs/."""
+    algo: str | None = None
+    """Change the preset to another algorithm; `qfleet presets` lists them."""
+    quiet: bool = False
+    """Show neither progress nor result."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Carry out the command."""
+    loose, given = split_words([word for word in words if word not in ("--help", "-h")])
+    if wants_help(words) and not loose:
+        print(_COMMON)
+        return 0
+    if len(loose) != 1:
+        raise _wrong_words(loose, given)
+    options, rest = _options(given)
+    experiment = _preset(loose[0], options.algo)
+    if wants_help(words):
+        print(_help(experiment, loose[0]))
+        return 0
+
+    from qfleet.cli.overrides import override
+
+    experiment, changes = override(experiment, rest, own=list(TrainOptions.model_fields))
+    if options.seeds > 1:
+        return _train_seeds(experiment, options, changes)
+    from qfleet import api
+
+    return _train_one(experiment, options.run_dir or api.default_run_dir(experiment), options.quiet, changes)[0]
+
+
+def _options(given: Sequence[Given]) -> tuple[TrainOptions, list[Given]]:
+    """Return the options of the verb itself, and the other flags."""
+    settings = {setting.name: setting for setting in settings_of(TrainOptions, {})}
+    values: dict[str, Any] = {}
+    for flag in given:
+        if flag.name in settings:
+            values[flag.name], rest = read_option(settings[flag.name], flag)
+            if rest:
+                raise ConfigError(f"unexpected '{rest[0]}' after '{flag.flag}'; usage: {USAGE}")
+    return build_options(TrainOptions, values), [flag for flag in given if flag.name not in settings]
+
+
+def _wrong_words(loose: Sequence[str], given: Sequence[Given]) -> ConfigError:
+    if len(loose) > 1:
+        return ConfigError(f"unexpected '{loose[1]}' after preset '{loose[0]}'; usage: {USAGE}")
+    where = "first, before the flags" if given else "first"
+    return ConfigError(f"PRESET is missing: name it {where}, as in: qfleet train cartpole --seed 1")
+
+
+def _preset(name: str, algo: str | None) -> Experiment:
+    from qfleet.presets import algorithms, preset
+
+    experiment = preset(name)
+    return experiment if algo is None else algorithms.apply(experiment, algo)
+
+
+def _help(experiment: Experiment, name: str) -> str:
+    from qfleet.cli.overrides import visible_settings
+
+    about = f"All settings of the preset '{name}' with its values; another --SECTION.kind brings that kind's settings."
+    usage = f"qfleet train {name} [--flag VALUE ...]"
+    return help_page(usage, about, settings_of(TrainOptions, {}), visible_settings(experiment))
+
+
+def _train_one(
+    experiment: Experiment, run_dir: Path, quiet: bool, changes: dict[str, Any]
+) -> tuple[int, dict[str, Any]]:
+    """Train one seed; returns the exit code and the run's summary."""
+    from qfleet import api
+    from qfleet.cli.panel import make_console_sink
+    from qfleet.cli.results import exit_code, show_run
+
+    with crash_file_in(run_dir):
+        finished = api.train(experiment, run_dir=run_dir, sinks=[make_console_sink(quiet)])
+    show_run(finished.summary, finished.dir, quiet)
+    return exit_code(finished.summary, "evaluation.target" in changes), finished.summary
+
+
+def _train_seeds(experiment: Experiment, options: TrainOptions, changes: dict[str, Any]) -> int:
+    """Train several seeds into directories of their own, then write and show what they say together."""
+    from qfleet import api
+    from qfleet.cli.results import aggregate, show_aggregate
+    from qfleet.experiment import with_changes
+    from qfleet.runtime.rundir import RunDir
+
+    top = options.run_dir or api.default_run_dir(experiment)
+    experiments = [with_changes(experiment, {"seed": experiment.seed + i}) for i in range(options.seeds)]
+    taken = [path for path in (top, *(top / f"seed-{e.seed}" for e in experiments)) if (path / "config.yaml").exists()]
+    if taken:
+        raise ConfigError(f"{taken[0]} already holds a run: choose another directory by --run-dir")
+    codes, summaries = [], []
+    for one in experiments:
+        code, summary = _train_one(one, top / f"seed-{one.seed}", options.quiet, changes)
+        if code == 130:
+            return code
+        codes.append(code)
+        summaries.append(summary)
+    result = aggregate(summaries)
+    RunDir(top).write_summary(result)
+    show_aggregate(result, top, options.quiet)
+    return max(codes)

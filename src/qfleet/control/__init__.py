@@ -1,0 +1,1 @@
+"""What watches and steers a run from outside its roles."""

@@ -1,0 +1,198 @@
+"""Watches one run from its first step to its last: metrics, evaluations, checkpoints, callbacks, and when to stop.
+
+It is the same for every placement: all it sees is reports, events and two counters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from qfleet.control.progress import Progress
+from qfleet.core.protocols import Placement
+from qfleet.core.statistics import iqm, mean_ci95
+from qfleet.core.types import Evaluated, Notice, Weights
+from qfleet.experiment import Experiment
+from qfleet.observe.sinks import Sink
+
+StopReason = Literal["budget", "target", "patience", "callback", "interrupt"]
+Metrics = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """A user's functions; each is given metrics and a function that stops the run after the present step."""
+
+    on_step: Callable[[Metrics, Callable[[], None]], None] | None = None
+    """After every round of work."""
+    on_evaluation: Callable[[Metrics, Callable[[], None]], None] | None = None
+    """After every evaluation, with its event's fields."""
+    on_checkpoint: Callable[[Metrics, Callable[[], None]], None] | None = None
+    """After every checkpoint, with its path."""
+
+
+@dataclass
+class Standing:
+    """How the run stands with its evaluations; saved with it."""
+
+    best: float | None = None
+    since_best: int = 0
+    in_a_row: int = 0
+    solved: bool = False
+    env_steps_to_target: int | None = None
+    wall_s_to_target: float | None = None
+    training_s: float = 0.0
+    """Seconds of training in earlier parts of a resumed run, evaluations left out."""
+    evaluating_s: float = 0.0
+    lag_sum: float = 0.0
+    lag_count: int = 0
+
+
+@dataclass
+class Monitor:
+    """Drives a placement until the run ends."""
+
+    experiment: Experiment
+    placement: Placement
+    handles: Any
+    """The program's MonitorHandles, opened."""
+    sinks: Sequence[Sink]
+    callbacks: Callbacks
+    save_checkpoint: Callable[[int, Standing], Path]
+    save_model: Callable[[Weights], None]
+    """Told of the best weights before each checkpoint, if they are new."""
+    standing: Standing = field(default_factory=Standing)
+    stopping: StopReason | None = None
+
+    def __post_init__(self) -> None:
+        self._progress = Progress(self.experiment, time.perf_counter)
+        self._checkpointed = self.handles.env_steps.total() // self.experiment.checkpoint.every
+        self._earlier_s = self.standing.training_s
+        self._evaluated_s = 0.0
+        self._best: Weights | None = None
+        self._began = time.perf_counter()
+
+    def run(self) -> StopReason:
+        """Let the run go on until something ends it; returns what did. The last state is saved."""
+        self._began = time.perf_counter()
+        self._progress.begin(self.handles.env_steps.total(), self.handles.updates.total())
+        while self.stopping is None and not self.placement.done:
+            self.placement.advance()
+            self._observe()
+        if self.stopping is None:
+            self.stopping = "budget"
+        self._record()
+        self._checkpoint()
+        return self.stopping
+
+    def stop(self, reason: StopReason = "callback") -> None:
+        """End the run after the present step; safe to call from a signal handler."""
+        self.stopping = self.stopping or reason
+
+    def resume_from(self, standing: Standing) -> None:
+        """Take over how an earlier part of the run stood; call after the placement was restored."""
+        self.standing = standing
+        self._earlier_s = standing.training_s
+        self._checkpointed = self.handles.env_steps.total() // self.experiment.checkpoint.every
+        # A run that reached its target and is resumed goes on to its budget.
+        standing.in_a_row = 0 if standing.solved else standing.in_a_row
+
+    def counts(self) -> dict[str, int]:
+        """Return how far the run is."""
+        return {name: getattr(self.handles, name).total() for name in ("env_steps", "updates", "samples")}
+
+    @property
+    def training_s(self) -> float:
+        """Seconds of training so far; evaluations count only where they run beside training."""
+        inline = self._evaluated_s if self.placement.name == "inline" else 0.0
+        return self._earlier_s + time.perf_counter() - self._began - inline
+
+    def _observe(self) -> None:
+        for events in self.handles.events:
+            while (message := events.receive()) is not None:
+                if isinstance(message, Evaluated):
+                    self._evaluated(message)
+                else:
+                    self._noticed(message)
+        if self._progress.due(self.experiment.track.every_s):
+            self._record()
+        if self.callbacks.on_step is not None:
+            self.callbacks.on_step({"env_steps": self.handles.env_steps.total()}, self.stop)
+        if self.handles.env_steps.total() // self.experiment.checkpoint.every > self._checkpointed:
+            self._checkpoint()
+
+    def _record(self) -> None:
+        record = self._progress.record(
+            self.placement.reports(), self.handles.env_steps.total(), self.handles.updates.total(), self.training_s
+        )
+        if "policy_lag" in record:
+            self.standing.lag_sum += record["policy_lag"]
+            self.standing.lag_count += 1
+        for sink in self.sinks:
+            sink.metrics(record)
+
+    def _evaluated(self, result: Evaluated) -> None:
+        self._evaluated_s += result.seconds
+        self.standing.evaluating_s += result.seconds
+        mean = float(result.returns.mean())
+        self._judge(mean, result.env_steps)
+        self._best = result.weights or self._best
+        estimate = mean_ci95(result.returns, np.random.default_rng(0))
+        event = {
+            "event": "evaluation",
+            "env_steps": result.env_steps,
+            "wall_s": self.training_s,
+            "mean": mean,
+            "ci95": [estimate.low, estimate.high],
+            "iqm": float(iqm(result.returns)),
+            "episodes": len(result.returns),
+            "best": result.best,
+            "target": self.experiment.evaluation.target,
+            "returns": result.returns.tolist(),
+        }
+        self.announce(event)
+        if self.callbacks.on_evaluation is not None:
+            self.callbacks.on_evaluation(event, self.stop)
+
+    def _judge(self, mean: float, env_steps: int) -> None:
+        standing, config = self.standing, self.experiment.evaluation
+        better = standing.best is None or mean > standing.best
+        standing.best = mean if standing.best is None else max(mean, standing.best)
+        standing.since_best = 0 if better else standing.since_best + 1
+        if config.target is not None:
+            standing.in_a_row = standing.in_a_row + 1 if mean >= config.target else 0
+            if standing.in_a_row >= config.in_a_row and not standing.solved:
+                standing.solved = True
+                standing.env_steps_to_target, standing.wall_s_to_target = env_steps, self.training_s
+                self.stop("target")
+        if config.patience is not None and standing.since_best >= config.patience:
+            self.stop("patience")
+
+    def _noticed(self, notice: Notice) -> None:
+        self.announce(
+            {"event": "notice", "role": notice.role, "index": notice.index, "kind": notice.kind, "text": notice.text}
+        )
+
+    def _checkpoint(self) -> None:
+        env_steps = self.handles.env_steps.total()
+        self._checkpointed = env_steps // self.experiment.checkpoint.every
+        self.standing.training_s = self.training_s
+        if self._best is not None:
+            self.save_model(self._best)
+            self._best = None
+        path = self.save_checkpoint(env_steps, self.standing)
+        event = {"event": "checkpoint", "env_steps": env_steps, "path": path.name}
+        self.announce(event)
+        if self.callbacks.on_checkpoint is not None:
+            self.callbacks.on_checkpoint({**event, "path": str(path)}, self.stop)
+
+    def announce(self, event: dict[str, Any]) -> None:
+        """Tell every sink of something that happened."""
+        event = {"time": time.time(), "wall_s": self.training_s, **event}
+        for sink in self.sinks:
+            sink.event(event)

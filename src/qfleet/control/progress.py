@@ -1,0 +1,83 @@
+"""Turns the roles' reports into one flat record: totals, rates since the last record, and the bottleneck."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from qfleet.core.protocols import Report
+from qfleet.experiment import Experiment
+
+_FROM_ACTORS = ("episode_return", "episode_length", "epsilon")
+_FROM_LEARNER = ("loss", "td_error", "grad_norm", "learning_rate", "q_mean", "policy_lag", "skipped_updates")
+_FROM_REPLAY = ("replay_size", "replay_fill", "samples_per_insert")
+
+
+class Progress:
+    """Remembers the last record, to give rates."""
+
+    def __init__(self, experiment: Experiment, clock: Callable[[], float]) -> None:
+        self._budget, self._clock = experiment.env_steps, clock
+        self.begin(0, 0)
+
+    def begin(self, env_steps: int, updates: int) -> None:
+        """Start measuring rates now."""
+        self._last = (self._clock(), env_steps, updates)
+        self._busy: dict[str, float] = {}
+
+    def due(self, every_s: float) -> bool:
+        """Return whether the last record is that old."""
+        return self._clock() - self._last[0] >= every_s
+
+    def record(self, reports: Sequence[Report], env_steps: int, updates: int, wall_s: float) -> dict[str, Any]:
+        """Return the record of now."""
+        now, (then, steps_then, updates_then) = self._clock(), self._last
+        seconds = max(now - then, 1e-9)
+        rate = (env_steps - steps_then) / seconds
+        record: dict[str, Any] = {
+            "time": time.time(),
+            "wall_s": wall_s,
+            "env_steps": env_steps,
+            "env_steps_budget": self._budget,
+            "updates": updates,
+            "env_steps_per_s": rate,
+            "updates_per_s": (updates - updates_then) / seconds,
+        }
+        if rate > 0:
+            record["eta_s"] = max(0, self._budget - env_steps) / rate
+        record |= _merged(reports)
+        record |= self._shares(reports, seconds)
+        self._last = (now, env_steps, updates)
+        return record
+
+    def _shares(self, reports: Sequence[Report], seconds: float) -> dict[str, Any]:
+        """Return what share of the time each role was busy, and which one holds the others up."""
+        shares: dict[str, Any] = {}
+        busiest, most = "", 0.0
+        for report in reports:
+            name = f"{report.kind}.{report.index}"
+            busy = min(1.0, max(0.0, (report.busy_s - self._busy.get(name, 0.0)) / seconds))
+            self._busy[name] = report.busy_s
+            shares[f"{name}.busy"] = busy
+            shares[f"{name}.idle"] = report.idle
+            if busy >= most:
+                busiest, most = name, busy
+        if busiest:
+            shares["bottleneck"] = f"{busiest} works {most:.0%} of the time"
+        return shares
+
+
+def _merged(reports: Sequence[Report]) -> dict[str, float]:
+    """Return the run's figures from those of its roles: actors weighted by nothing, as their windows are equal."""
+    merged: dict[str, float] = {}
+    actors = [r.metrics for r in reports if r.kind == "actor"]
+    merged["episodes"] = sum(m.get("episodes", 0.0) for m in actors)
+    for name in _FROM_ACTORS:
+        values = [m[name] for m in actors if name in m]
+        if values:
+            merged[name] = sum(values) / len(values)
+    for kind, names in (("learner", _FROM_LEARNER), ("replay", _FROM_REPLAY)):
+        first = next((r.metrics for r in reports if r.kind == kind), {})
+        merged |= {name: first[name] for name in names if name in first}
+    return merged

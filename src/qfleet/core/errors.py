@@ -1,0 +1,57 @@
+"""The errors qfleet raises on purpose; each one says what happened, where, and what to do about it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class QfleetError(Exception):
+    """Base of every error that a user is meant to read; shown without a traceback on the command line."""
+
+    exit_code = 3
+
+
+class ConfigError(QfleetError):
+    """A setting is unknown, has the wrong type or range, or contradicts another one."""
+
+    exit_code = 2
+
+
+class EnvironmentFault(QfleetError):
+    """An environment broke its own contract: NaN reward, wrong shape or dtype, or an exception."""
+
+
+class CheckpointError(QfleetError):
+    """A checkpoint or model file is missing, damaged, foreign, or of an unsupported version."""
+
+
+class RoleFailure(QfleetError):
+    """A role of the running program failed; names the role, its index and the cause."""
+
+    def __init__(self, role: str, index: int, cause: str) -> None:
+        super().__init__(f"{role}[{index}] failed: {cause}")
+        self.role, self.index, self.cause = role, index, cause
+
+    def __reduce__(self) -> tuple[type[RoleFailure], tuple[str, int, str]]:
+        """Travel between processes with all three parts."""
+        return type(self), (self.role, self.index, self.cause)
+
+
+class Deadlock(QfleetError):
+    """Every role of a host is idle and nothing can wake any of them."""
+
+
+class MissingExtra(QfleetError):
+    """An optional dependency is needed for what was asked; names the extra that brings it."""
+
+    exit_code = 2
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs the package '{package}'; install it with: pip install 'qfleet[{extra}]'")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" for the nearest known name, or an empty string."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean '{near[0]}'?" if near else ""

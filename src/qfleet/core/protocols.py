@@ -1,0 +1,112 @@
+"""The handles through which roles see each other: bounded streams, latest values, and counters.
+
+A role never knows whether the other end is in the same process, another process or another machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+M = TypeVar("M")
+In = TypeVar("In", contravariant=True)
+Out = TypeVar("Out", covariant=True)
+
+
+@runtime_checkable
+class Waitable(Protocol):
+    """Something a host can wait on."""
+
+    def waitable(self) -> Any:
+        """Return the object the placement's wait understands (a connection, an event); None if always local."""
+
+
+class Sender(Waitable, Protocol[In]):
+    """The sending end of a bounded stream."""
+
+    def ready(self) -> bool:
+        """Return whether one more message fits."""
+
+    def send(self, message: In) -> None:
+        """Append one message and give its arrays up; only allowed while `ready()`."""
+
+    def close(self) -> None:
+        """Say that no further message will come."""
+
+
+class Receiver(Waitable, Protocol[Out]):
+    """The receiving end of a bounded stream."""
+
+    def receive(self) -> Out | None:
+        """Return the next message, or None if there is none now."""
+
+    def exhausted(self) -> bool:
+        """Return whether the stream is closed by its sender and empty."""
+
+
+class Publisher(Protocol[In]):
+    """The writing end of a latest-value edge: one writer, the newest value wins."""
+
+    def publish(self, message: In) -> None:
+        """Replace the value."""
+
+
+class Subscriber(Waitable, Protocol[Out]):
+    """The reading end of a latest-value edge."""
+
+    def latest(self) -> Out | None:
+        """Return the newest value if it is newer than the one returned before, else None."""
+
+
+class Counter(Protocol):
+    """A writer's own cell of a run-wide counter; the run's value is the sum over all writers."""
+
+    def add(self, amount: int) -> None:
+        """Add to this writer's cell."""
+
+    def total(self) -> int:
+        """Return the sum over all writers, as far as it is known here."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a host tells of one role: for the panel, the sinks and the balancer."""
+
+    kind: str
+    index: int
+    phase: str
+    metrics: dict[str, float]
+    busy_s: float
+    idle_s: dict[str, float]
+    """Seconds idle since the start, by reason."""
+    idle: str = ""
+    """Why the role is idle now; empty when it works."""
+
+
+class Placement(Protocol):
+    """A graph brought to life."""
+
+    name: str
+
+    def open(self, end: Any) -> Any:
+        """Return the live handle of an edge's end that the caller, not a role, holds."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every role has finished."""
+
+    def advance(self) -> None:
+        """Let the run go on for a bounded time; raises the one error that names a failed role."""
+
+    def reports(self) -> list[Report]:
+        """Return the newest report of every role."""
+
+    def save(self, directory: Path) -> None:
+        """Write the states of all roles and edges into a directory."""
+
+    def restore(self, directory: Path) -> None:
+        """Continue from what `save` wrote, before the first `advance`."""
+
+    def close(self) -> None:
+        """End every role and give everything back."""

@@ -1,0 +1,165 @@
+"""The messages that roles send to each other: frozen, made of arrays and plain values, given up by the sender.
+
+Shapes: R rows, B batch items, T time steps, E environments, A actions, P parameters. A dot-dot-dot is one leaf's shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.generic]
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Leaves = dict[str, Array]
+"""The arrays of an observation by leaf name; see `core.spec.EnvSpec.observations`."""
+
+
+@dataclass(frozen=True, order=True)
+class Version:
+    """Which weights: the epoch counts learner groups (a restart begins a new one), the number their publications."""
+
+    epoch: int = 0
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Rows of several streams, from an actor to a replay shard.
+
+    A row is an observation with what was done there and what came of it. When an episode ends, one more row (`final`)
+    holds the observation after the last action and nothing else of meaning. Rows are grouped in time order:
+    within a group (`offsets[g]:offsets[g + 1]`) no stream occurs twice.
+    """
+
+    source: str
+    sequence: int
+    """Counts this sender's messages from 0, so that a message sent twice is stored once."""
+    version: Version
+    """The weights that chose the actions."""
+    offsets: Ints  # [G + 1]
+    stream: Ints  # [R] run-wide environment number
+    observation: Leaves  # [R, ...] single frames (`LeafSpec.frame_shape`), dtype of the leaf
+    action: Ints  # [R]
+    reward: Floats  # [R] of the transition that leaves this row
+    terminated: Bools  # [R] that transition ended the episode by the environment's rules
+    truncated: Bools  # [R] that transition was cut by a limit; its successor's value still counts
+    final: Bools  # [R] this row is the observation after an episode's end
+    mask: Bools | None = None  # [R, A] allowed actions
+    cut: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Streams that broke off before these rows (a crash, an inexact resume): their last row never becomes a start."""
+    extras: Leaves = field(default_factory=dict)
+    """Further per-row arrays that are stored and returned with sequences, such as a recurrent state."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Transitions for one update, from a replay shard to a learner rank; arrays are contiguous."""
+
+    observation: Leaves  # [B, ...] stacked
+    action: Ints  # [B]
+    reward: Floats  # [B] n-step return
+    discount: Floats  # [B] gamma^k, or 0 where the window ended in termination
+    next_observation: Leaves  # [B, ...] stacked, k steps later
+    weight: Floats  # [B] importance weights, 1 for uniform sampling
+    index: Ints  # [B] where the items live in the shard
+    generation: Ints  # [B] stamp of the storage at sampling, so that a late priority is dropped
+    mask: Bools | None = None  # [B, A]
+    next_mask: Bools | None = None  # [B, A]
+    version: Version = Version()
+    """The newest weights among the actors that fed the shard."""
+    reward_scale: float = 1.0
+    """What the rewards were divided by (running reward normalisation)."""
+    global_size: int = 0
+    """Size of the whole batch over all learner ranks; the loss is a sum divided by this."""
+
+
+@dataclass(frozen=True)
+class SequenceBatch:
+    """Sequences for one update of a recurrent agent."""
+
+    observation: Leaves  # [B, T + 1, ...] stacked
+    action: Ints  # [B, T]
+    reward: Floats  # [B, T] single-step
+    terminated: Bools  # [B, T]
+    valid: Bools  # [B, T] false after the episode's end
+    extras: Leaves  # [B, T, ...] as stored by the actor (recurrent states among them)
+    weight: Floats  # [B]
+    index: Ints  # [B]
+    generation: Ints  # [B]
+    mask: Bools | None = None  # [B, T + 1, A]
+    version: Version = Version()
+    global_size: int = 0
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """T consecutive ticks of E environments, from an actor to a learner that needs no replay."""
+
+    version: Version
+    observation: Leaves  # [T + 1, E, ...] stacked; row T is where the next rollout begins
+    action: Ints  # [T, E]
+    reward: Floats  # [T, E]
+    terminated: Bools  # [T, E]
+    truncated: Bools  # [T, E]
+    valid: Bools  # [T, E] false where the tick was only a reset
+    final_observation: Leaves  # [F, ...] stacked: observations after the episodes that ended in these ticks
+    final_at: Ints  # [F, 2] their (t, e)
+    mask: Bools | None = None  # [T + 1, E, A]
+    final_mask: Bools | None = None  # [F, A]
+
+
+@dataclass(frozen=True)
+class Priorities:
+    """New priorities of sampled items, from a learner to the replay shard that sent them."""
+
+    index: Ints  # [B]
+    generation: Ints  # [B]
+    priority: Floats  # [B] absolute errors, before the exponent
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A network's parameters and buffers in one flat array."""
+
+    version: Version
+    flat: Floats  # [P]
+    checksum: int
+    """CRC-32 of `flat`."""
+    env_steps: int = 0
+    """How far the run was when these were published."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The result of one evaluation on validation seeds."""
+
+    version: Version
+    env_steps: int
+    returns: NDArray[np.float64]  # [episodes]
+    lengths: Ints  # [episodes]
+    seconds: float
+    """What the evaluation itself cost, so that it can be left out of a run's training time."""
+    best: bool
+    """Whether no earlier evaluation had a higher mean."""
+    weights: Weights | None = None
+    """The weights, when they are the best so far."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something a person should know: written to events.jsonl and shown."""
+
+    role: str
+    index: int
+    kind: str
+    text: str
+
+
+MESSAGES: tuple[type, ...] = (
+    Version, Experience, Batch, SequenceBatch, Rollout, Priorities, Weights, Evaluated, Notice,
+)  # fmt: skip
+"""Every class that may travel; the codec decodes no other."""

@@ -1,0 +1,32 @@
+"""Finds what no learner can use in what environments report: NaN, infinity, unknown categories, empty masks."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qfleet.core.spec import PLAIN, EnvSpec
+from qfleet.core.types import Bools, Leaves
+
+
+def describe_bad_rows(
+    spec: EnvSpec, frames: Leaves, mask: Bools | None, reward: NDArray[np.float64] | None
+) -> tuple[int, str] | None:
+    """Return (row, what is wrong there) for the first fault in [E, ...] arrays, or None."""
+    if reward is not None and not np.isfinite(reward).all():
+        row = int(np.flatnonzero(~np.isfinite(reward))[0])
+        return row, f"the reward is {reward[row]}"
+    for name, leaf in spec.observations.items():
+        values = frames[name]
+        title = "the observation" if name == PLAIN else f"observation '{name}'"
+        if leaf.categories is not None:
+            outside = (values < 0) | (values >= leaf.categories)  # type: ignore[operator]  # an integer leaf
+            if outside.any():
+                row = int(np.flatnonzero(outside)[0])
+                return row, f"{title} is category {values[row]}, its space has {leaf.categories}"
+        elif values.dtype.kind == "f" and not np.isfinite(values).all():
+            finite = np.isfinite(values.reshape(len(values), -1)).all(axis=1)
+            return int(np.flatnonzero(~finite)[0]), f"{title} contains NaN or infinity"
+    if mask is not None and not mask.any(axis=1).all():
+        return int(np.flatnonzero(~mask.any(axis=1))[0]), "the action mask allows no action"
+    return None

@@ -1,0 +1,178 @@
+"""Steps ordinary Gymnasium environments one after the other in this process, each episode from a seed of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+
+from qfleet.core.errors import ConfigError, EnvironmentFault
+from qfleet.core.role import State
+from qfleet.core.types import Bools, Ints, Leaves
+from qfleet.envs.journal import RESEED_EVERY, Journal
+from qfleet.envs.reward import RewardShaping
+from qfleet.envs.spaces import Layout, MaskMisfit, Misfit
+from qfleet.envs.vector import Moment, VectorEnv
+
+Environment = gymnasium.Env[Any, Any]
+
+
+class LoopEnv(VectorEnv):
+    """Every value is checked, every error names its environment, and every open episode can be replayed."""
+
+    def __init__(self, envs: list[Environment], layout: Layout, shaping: RewardShaping, frame_stack: int = 1) -> None:
+        super().__init__(layout, len(envs), shaping, frame_stack)
+        self._envs = envs
+        # NumPy scalars, as Gymnasium's own vectors pass them: checking a Python int costs Discrete much more.
+        self._table: list[Any] = list(layout.table)
+        self._journal = Journal(len(envs), RESEED_EVERY)
+        self._nothing = layout.empty(0)
+
+    def render(self) -> NDArray[np.uint8]:
+        """Return environment 0 as an RGB image [height, width, 3]."""
+        return rgb_image(self._envs[0].render(), self.spec.name)
+
+    def close(self) -> None:
+        """Close every environment."""
+        for env in self._envs:
+            env.close()
+
+    def _restart(self, which: Bools) -> tuple[Leaves, Bools | None]:
+        chosen = np.flatnonzero(which).tolist()
+        begun = [self._begin(index, seeded=True) for index in chosen]
+        return self._arrays([first for first, _ in begun], [info for _, info in begun], chosen)
+
+    def _step(self, action: Ints) -> Moment:
+        count = self.num_envs
+        observations: list[Any] = [None] * count
+        infos: list[dict[str, Any]] = [{}] * count
+        rewards, terminated, truncated = [0.0] * count, np.zeros(count, bool), np.zeros(count, bool)
+        finished: list[int] = []
+        finals: list[Leaves] = []
+        final_masks: list[Bools | None] = []
+        table, logs, index = self._table, self._journal.actions, 0
+        try:
+            for index, (env, number) in enumerate(zip(self._envs, action.tolist(), strict=True)):
+                observations[index], reward, ended, stopped, infos[index] = env.step(table[number])
+                rewards[index] = float(reward)
+                logs[index].append(number)
+                if ended or stopped:
+                    terminated[index], truncated[index] = ended, stopped
+                    # Copied before the reset: many environments write every observation into one buffer.
+                    final, mask = self._arrays([observations[index]], [infos[index]], [index])
+                    finished.append(index)
+                    finals.append(final)
+                    final_masks.append(mask)
+                    observations[index], infos[index] = self._begin(index, self._journal.due(index))
+        except EnvironmentFault:
+            raise
+        except Exception as error:
+            raise self._fault(index, f"step() raised {type(error).__name__}: {error}") from error
+        frames, mask = self._arrays(observations, infos, None)
+        done = np.array(finished, np.int64)
+        return Moment(
+            observation=frames,
+            mask=mask,
+            reward=np.array(rewards),
+            terminated=terminated,
+            truncated=truncated,
+            valid=np.ones(count, bool),
+            fresh=terminated | truncated,
+            finished=done,
+            final_observation=self._joined(finals),
+            final_mask=self._joined_masks(final_masks),
+            scored=done,
+        )
+
+    def _backend_state(self) -> State:
+        return self._journal.state_dict()
+
+    def _replay(self, state: State) -> tuple[Leaves, Bools | None]:
+        self._journal.load_state_dict(state)
+        last: list[tuple[Any, dict[str, Any]]] = []
+        for index, env in enumerate(self._envs):
+            actions = [self._table[number] for number in self._journal.actions[index]]
+            try:
+                last.append(replay(env, self._journal.seeds[index], actions))
+            except Exception as error:
+                what = f"replaying its journal raised {type(error).__name__}: {error}"
+                raise self._fault(index, what) from error
+        return self._arrays([observation for observation, _ in last], [info for _, info in last], None)
+
+    def _begin(self, index: int, seeded: bool) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode of environment `index`, from its next seed if `seeded`; return its first pair."""
+        seed = self._draw_seed(index) if seeded else None
+        try:
+            first = self._envs[index].reset(seed=seed)
+        except Exception as error:
+            raise self._fault(index, f"reset() raised {type(error).__name__}: {error}") from error
+        if seed is not None:
+            self._journal.open(index, seed)
+        return first
+
+    def _arrays(
+        self, observations: list[Any], infos: list[dict[str, Any]], rows: list[int] | None
+    ) -> tuple[Leaves, Bools | None]:
+        """Return observations and masks of environments `rows` (None for all) as arrays, or the fault among them."""
+        row = 0
+        try:
+            frames = self._layout.gather(observations)
+            if not self.spec.masked:
+                return frames, None
+            mask = np.empty((len(observations), self.spec.actions), bool)
+            for row, (observation, info) in enumerate(zip(observations, infos, strict=True)):
+                mask[row] = self._layout.mask(observation, info, (self.spec.actions,))
+            return frames, mask
+        except MaskMisfit as misfit:
+            culprit, what = row, str(misfit)
+        except Misfit:
+            culprit, what = self._layout.first_misfit(observations)
+        raise self._fault(culprit if rows is None else rows[culprit], what)
+
+    def _joined(self, finals: list[Leaves]) -> Leaves:
+        if not finals:
+            return self._nothing
+        return {name: np.concatenate([final[name] for final in finals]) for name in self._nothing}
+
+    def _joined_masks(self, masks: list[Bools | None]) -> Bools | None:
+        if not self.spec.masked:
+            return None
+        return np.concatenate([np.empty((0, self.spec.actions), bool), *[mask for mask in masks if mask is not None]])
+
+
+def replay(env: Environment, seed: int, actions: list[Any]) -> tuple[Any, dict[str, Any]]:
+    """Reset with `seed`, take the environment's own `actions`, and return the last (observation, info).
+
+    Episodes that end on the way are followed by a reset without a seed, as when they were first played.
+    """
+    observation, info = env.reset(seed=seed)
+    for action in actions:
+        observation, _, ended, stopped, info = env.step(action)
+        if ended or stopped:
+            observation, info = env.reset()
+    return observation, info
+
+
+def rgb_image(image: Any, name: str) -> NDArray[np.uint8]:
+    """Return what `render()` gave if it is an RGB image, or say what is missing."""
+    if not isinstance(image, np.ndarray) or image.ndim != 3:
+        raise ConfigError(
+            f"{name} gave no RGB image: make it with render=True, and it must support render_mode 'rgb_array'"
+        )
+    return image.astype(np.uint8)
+
+
+def build_all(factories: Sequence[Callable[[], Environment]]) -> list[Environment]:
+    """Return one environment of each factory; those already made are closed when a later one fails."""
+    made: list[Environment] = []
+    try:
+        for factory in factories:
+            made.append(factory())
+    except BaseException:
+        for env in made:
+            env.close()
+        raise
+    return made

@@ -1,0 +1,252 @@
+"""What an actor sees of its environments: one tick at a time, with one meaning of episode end for all kinds of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qfleet.core.errors import CheckpointError, EnvironmentFault
+from qfleet.core.role import State
+from qfleet.core.spec import EnvSpec
+from qfleet.core.types import Bools, Floats, Ints, Leaves
+from qfleet.envs.faults import describe_bad_rows
+from qfleet.envs.reward import RewardShaping
+from qfleet.envs.spaces import Layout
+from qfleet.envs.stack import FrameStack
+
+Doubles = NDArray[np.float64]
+_WORD = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Tick:
+    """What one step of E environments brought; the arrays are fresh and belong to the receiver."""
+
+    observation: Leaves  # [E, ...] to act on next, frame stacks included
+    mask: Bools | None  # [E, A] allowed actions
+    reward: Floats  # [E] for learning: clipped and scaled as configured
+    terminated: Bools  # [E]
+    truncated: Bools  # [E]
+    valid: Bools  # [E] false where this tick only reset the environment: not a transition, the action was ignored
+    final_observation: Leaves  # [F, ...] after the last action of the episodes that ended in this tick
+    final_mask: Bools | None  # [F, A]
+    finished: Ints  # [F] their environments, ascending: those with terminated or truncated
+    scores: Doubles  # [G] undiscounted, unclipped returns of the games that ended (the loss of a life ends no game)
+    score_lengths: Ints  # [G] steps of those games
+    scored: Ints  # [G] their environments
+
+
+@dataclass
+class Moment:
+    """What a backend reports of one step: single frames and raw rewards, fresh arrays."""
+
+    observation: Leaves  # [E, ...] to act on next
+    mask: Bools | None  # [E, A]
+    reward: Doubles  # [E]
+    terminated: Bools  # [E]
+    truncated: Bools  # [E]
+    valid: Bools  # [E]
+    fresh: Bools  # [E] `observation` is the first one of an episode
+    finished: Ints  # [F]
+    final_observation: Leaves  # [F, ...]
+    final_mask: Bools | None  # [F, A]
+    scored: Ints  # [G] environments whose game ended
+
+
+class VectorEnv(ABC):
+    """E environments stepped together. Subclasses say how to restart, step and replay them; the rest is here."""
+
+    resume_grade: Literal["exact", "episode"] = "exact"
+    """Whether `load_state_dict` continues open episodes to the byte, or cuts them."""
+
+    def __init__(self, layout: Layout, num_envs: int, shaping: RewardShaping, frame_stack: int = 1) -> None:
+        self._stack = FrameStack(layout.spec.observations, frame_stack)
+        self.spec: EnvSpec = layout.spec.replace(observations=self._stack.specs)
+        self.num_envs = num_envs
+        self.cut: Ints = np.zeros(0, np.int64)
+        """After `load_state_dict`: environments whose open episode could not be continued and was begun anew."""
+        self._layout, self._shaping = layout, shaping
+        self._seeds: list[int] = []
+        self._draws = np.zeros(num_envs, np.int64)
+        self._games = np.zeros(num_envs, np.int64)
+        self._lengths = np.zeros(num_envs, np.int64)
+        self._returns = np.zeros(num_envs, np.float64)
+        self._observation: Leaves = {}
+        self._mask: Bools | None = None
+
+    def reset(self, seeds: Sequence[int]) -> tuple[Leaves, Bools | None]:
+        """Begin anew; all that follows is a function of the seeds (one for each environment) and the actions.
+
+        Returns the observations [E, ...] and, for environments with masks, the allowed actions [E, A].
+        """
+        if len(seeds) != self.num_envs:
+            raise ValueError(f"{len(seeds)} seeds for {self.num_envs} environments")
+        self._seeds = [int(seed) for seed in seeds]
+        for counter in (self._draws, self._games, self._lengths, self._returns):
+            counter[:] = 0
+        everyone = np.ones(self.num_envs, bool)
+        frames, mask = self._restart(everyone)
+        self._inspect(frames, mask)
+        self._observation, self._mask = self._stack.start(frames), mask
+        return self.current()
+
+    def step(self, action: Ints) -> Tick:
+        """Take joint actions [E] (numbers from 0 to A - 1) and return what came of them."""
+        moment = self._step(action)
+        self._inspect(moment.observation, moment.mask, moment.reward)
+        if len(moment.finished):
+            self._inspect(moment.final_observation, moment.final_mask, rows=moment.finished)
+        self._returns += moment.reward
+        self._lengths += moment.valid
+        scored = moment.scored
+        scores, score_lengths = self._returns[scored], self._lengths[scored]
+        if len(scored):
+            self._games[scored] += 1
+            self._returns[scored] = 0.0
+            self._lengths[scored] = 0
+        final = self._stack.finals(self._observation, moment.final_observation, moment.finished)
+        self._observation = self._stack.push(self._observation, moment.observation, moment.fresh)
+        self._mask = moment.mask
+        observation, mask = self.current()
+        return Tick(
+            observation=observation,
+            mask=mask,
+            reward=self._shaping.apply(moment.reward),
+            terminated=moment.terminated,
+            truncated=moment.truncated,
+            valid=moment.valid,
+            final_observation=final,
+            final_mask=moment.final_mask,
+            finished=moment.finished,
+            scores=scores,
+            score_lengths=score_lengths,
+            scored=scored,
+        )
+
+    def current(self) -> tuple[Leaves, Bools | None]:
+        """Return copies of the observations [E, ...] and masks [E, A] to act on next."""
+        return {name: leaf.copy() for name, leaf in self._observation.items()}, _copied(self._mask)
+
+    def state_dict(self) -> State:
+        """Return everything the future of these environments depends on."""
+        return {
+            "seeds": list(self._seeds),
+            "draws": self._draws.copy(),
+            "games": self._games.copy(),
+            "lengths": self._lengths.copy(),
+            "returns": self._returns.copy(),
+            "observation": {name: leaf.copy() for name, leaf in self._observation.items()},
+            "backend": self._backend_state(),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from `state_dict`; `cut` then names the environments whose open episode had to be begun anew."""
+        if len(state["seeds"]) != self.num_envs:
+            raise CheckpointError(f"the checkpoint has {len(state['seeds'])} environments, this run {self.num_envs}")
+        self._seeds = [int(seed) for seed in state["seeds"]]
+        self._draws[:], self._games[:] = state["draws"], state["games"]
+        self._lengths[:], self._returns[:] = state["lengths"], state["returns"]
+        replayed = self._replay(state["backend"])
+        lost = np.ones(self.num_envs, bool)
+        if replayed is not None:
+            frames, self._mask = replayed
+            self._observation = {name: np.array(leaf) for name, leaf in state["observation"].items()}
+            lost = self._stack.differing(self._observation, frames)
+        if lost.any():
+            self._begin_anew(lost)
+        self.cut = np.flatnonzero(lost)
+
+    @abstractmethod
+    def render(self) -> NDArray[np.uint8]:
+        """Return environment 0 as an RGB image [height, width, 3]; needs `render=True` when it was made."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the environments back."""
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """What a score of these environments has to be stated with, as plain values."""
+        return {}
+
+    @abstractmethod
+    def _restart(self, which: Bools) -> tuple[Leaves, Bools | None]:
+        """Begin a new seeded game in W environments; return their first frames [W, ...] and masks [W, A]."""
+
+    @abstractmethod
+    def _step(self, action: Ints) -> Moment:
+        """Step every environment once."""
+
+    def _backend_state(self) -> State:
+        """Return what `_replay` needs."""
+        return {}
+
+    def _replay(self, state: State) -> tuple[Leaves, Bools | None] | None:
+        """Bring every environment back to where it was; return frames and masks [E, ...], or None if that cannot be."""
+        return None
+
+    def _draw_seed(self, index: int) -> int:
+        """Return the seed of environment `index`'s next seeded game."""
+        self._draws[index] += 1
+        return episode_seed(self._seeds[index], int(self._draws[index]) - 1)
+
+    def _fault(self, index: int, what: str) -> EnvironmentFault:
+        """Return the error that says what environment `index` did wrong, and when."""
+        return fault(self.spec.name, index, what, int(self._games[index]), int(self._lengths[index]))
+
+    def _inspect(
+        self, frames: Leaves, mask: Bools | None, reward: Doubles | None = None, rows: Ints | None = None
+    ) -> None:
+        """Raise for the first environment that reports what no learner can use."""
+        bad = describe_bad_rows(self._layout.spec, frames, mask, reward)
+        if bad is not None:
+            row, what = bad
+            raise self._fault(row if rows is None else int(rows[row]), what)
+
+    def _begin_anew(self, lost: Bools) -> None:
+        """Replace open episodes that could not be continued by new ones."""
+        self.resume_grade = "episode"
+        self._returns[lost] = 0.0
+        self._lengths[lost] = 0
+        frames, mask = self._restart(lost)
+        self._inspect(frames, mask, rows=np.flatnonzero(lost))
+        started = self._stack.start(frames)
+        if lost.all():
+            self._observation, self._mask = started, mask
+            return
+        for name, leaf in self._observation.items():
+            leaf[lost] = started[name]
+        if self._mask is not None:
+            self._mask[lost] = mask
+
+
+def episode_seed(seed: int, draw: int) -> int:
+    """Return the seed of an environment's `draw`-th seeded game: the given one first, then 30-bit numbers from it.
+
+    Those lie in training's part of the seeds (`core.seeding`), so that no episode repeats one of an evaluation.
+
+    The finaliser of SplitMix64 over (seed, draw): a generator without state, ten times cheaper than a SeedSequence.
+    """
+    if draw == 0:
+        return seed
+    word = (seed * 0xD1342543DE82EF95 + draw * 0x9E3779B97F4A7C15) & _WORD
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+    return (word ^ (word >> 31)) >> 34
+
+
+def fault(name: str, index: int, what: str, episode: int, step: int) -> EnvironmentFault:
+    """Return the one error for whatever an environment does wrong."""
+    return EnvironmentFault(
+        f"{name}, environment {index}: {what} (episode {episode}, step {step}, both counted from 0). "
+        "The environment breaks Gymnasium's contract; gymnasium.utils.env_checker.check_env may show where."
+    )
+
+
+def _copied(mask: Bools | None) -> Bools | None:
+    return None if mask is None else mask.copy()

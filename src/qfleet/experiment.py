@@ -1,0 +1,215 @@
+"""The settings of a whole run as one tree, and the checks that cross its sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from qfleet.algo.agent import AgentConfig, ReplayAgent
+from qfleet.algo.exploration import EpsilonGreedyConfig, ExplorationConfig
+from qfleet.algo.networks import NetworkConfig
+from qfleet.algo.optim import AdamConfig, OptimConfig
+from qfleet.algo.torsos import MlpConfig
+from qfleet.core.config import Config, completed, describe
+from qfleet.core.errors import ConfigError
+from qfleet.envs import EnvConfig
+from qfleet.replay import ReplayConfig
+from qfleet.roles.actor import ActorConfig
+from qfleet.roles.evaluator import EvaluationConfig
+from qfleet.roles.learner import LearnerConfig
+
+
+class CheckpointConfig(Config):
+    """When a run is saved."""
+
+    every: int = Field(50_000, gt=0)
+    """Environment steps between two checkpoints."""
+    keep: int = Field(2, gt=0)
+    """Checkpoints that stay; the oldest go first."""
+
+
+class TrackConfig(Config):
+    """Where metrics go besides the run's own files."""
+
+    every_s: float = Field(2.0, gt=0)
+    """Seconds between two records in metrics.jsonl, on the panel, and below."""
+    tensorboard: bool = False
+    """Write TensorBoard events into the run directory (extra: track)."""
+    wandb: str = ""
+    """Name of a Weights & Biases project to log to (extra: track); empty for none."""
+
+
+class Experiment(Config):
+    """Everything that decides what a run does; saved as config.yaml, from which the identical tree is loaded."""
+
+    format: Literal[1] = 1
+    """Version of this format."""
+    preset: str = "custom"
+    """What the settings were derived from."""
+    algo: str = "dqn"
+    """Name of the algorithm, for tables and summaries; the sections below are what counts."""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Every random stream of the run derives from this number."""
+    env_steps: int = Field(100_000, gt=0)
+    """Agent steps in all environments together, after which the run ends."""
+    topology: Literal["auto", "pipeline"] = "auto"
+    """How the roles are joined; auto takes the pipeline, which fits every environment."""
+    placement: Literal["inline", "processes", "ray"] = "inline"
+    """Where the roles live: in this process, in processes of this machine, or on a Ray cluster."""
+    address: str | None = None
+    """Ray cluster to join; None starts Ray on this machine."""
+    actors: int = Field(1, gt=0, le=10_000)
+    """How many actors there are, each with its own environments."""
+    learners: int = Field(1, gt=0, le=1024)
+    """How many ranks share each update's batch."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the learner computes; auto takes a GPU for pixels if there is one."""
+    threads: int = Field(1, gt=0, le=1024)
+    """Threads of the learner's computations; a small network is fastest with one. Other roles have one."""
+    strict: bool = False
+    """Inline only: send every message through the serialiser, so that shared memory by mistake shows."""
+    env: EnvConfig
+    """What is played."""
+    network: NetworkConfig = MlpConfig()
+    """What computes the values."""
+    agent: AgentConfig = ReplayAgent()
+    """What is learned, and from what."""
+    exploration: ExplorationConfig = EpsilonGreedyConfig()
+    """How actors try what they would not choose."""
+    actor: ActorConfig = ActorConfig()
+    """How much one actor does at a time."""
+    replay: ReplayConfig = ReplayConfig()
+    """What is remembered and how it is drawn (agents of kind 'replay')."""
+    normalise_rewards: bool = False
+    """Divide rewards by the running standard deviation of the discounted return (agents of kind 'replay')."""
+    learner: LearnerConfig = LearnerConfig()
+    """How batches become updates."""
+    optim: OptimConfig = AdamConfig()
+    """How gradients become steps."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """When and how the agent is judged."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When the run is saved."""
+    track: TrackConfig = TrackConfig()
+    """Where metrics go."""
+    warm_start: str | None = None
+    """Directory of a qfleet model whose weights the network begins with."""
+    warm_start_part: Literal["all", "torso"] = "all"
+    """What is taken over from that model: everything that fits, or the torso only."""
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Experiment:
+        for wrong, message in self._contradictions():
+            if wrong:
+                raise ValueError(message)
+        return self
+
+    def _contradictions(self) -> list[tuple[bool, str]]:
+        replaying = isinstance(self.agent, ReplayAgent)
+        prioritised = self.replay.sampler.kind == "prioritised"
+        noisy = isinstance(self.agent, ReplayAgent) and self.agent.noisy
+        learner = self.learner
+        return [
+            (self.agent.kind == "tabular" and self.network.kind != "tabular",
+             f"agent.kind 'tabular' needs network.kind 'tabular', not '{self.network.kind}'"),
+            (self.agent.kind != "tabular" and self.network.kind == "tabular",
+             f"network.kind 'tabular' needs agent.kind 'tabular', not '{self.agent.kind}'"),
+            (prioritised and not replaying,
+             f"replay.sampler.kind 'prioritised' needs agent.kind 'replay'; '{self.agent.kind}' has no replay"),
+            (self.normalise_rewards and not replaying,
+             f"normalise_rewards needs agent.kind 'replay', not '{self.agent.kind}'"),
+            (learner.evaluated == "target" and not replaying,
+             f"learner.evaluated 'target' needs agent.kind 'replay': '{self.agent.kind}' has no target network"),
+            (replaying and learner.batch_size > self.replay.capacity,
+             f"learner.batch_size {learner.batch_size} exceeds replay.capacity {self.replay.capacity}"),
+            (replaying and learner.learning_starts > self.replay.capacity,
+             f"learner.learning_starts {learner.learning_starts} exceeds replay.capacity {self.replay.capacity}:"
+             " learning would never start"),
+            (replaying and learner.learning_starts >= self.env_steps,
+             f"learner.learning_starts {learner.learning_starts} is not below env_steps {self.env_steps}:"
+             " nothing would be learned"),
+            (replaying and self.exploration.kind == "none" and not noisy,
+             "exploration.kind 'none' needs agent.noisy True: nothing else would make the agent explore"),
+            (self.learners > 1 and self.placement == "inline",
+             f"learners {self.learners} needs placement 'processes' or 'ray': inline has one learner"),
+            (self.learners > 1 and not replaying,
+             f"learners {self.learners} needs agent.kind 'replay', not '{self.agent.kind}'"),
+            (self.learners > 1 and getattr(getattr(self.network, "input", None), "normalize", False),
+             "network.input.normalize needs one learner: ranks would see other statistics; use network.input.scale"),
+            (self.learners > learner.batch_size,
+             f"learners {self.learners} exceeds learner.batch_size {learner.batch_size}: some would have no work"),
+            (self.strict and self.placement != "inline",
+             f"strict is for placement 'inline': '{self.placement}' sends every message through the serialiser anyway"),
+            (self.address is not None and self.placement != "ray",
+             f"address needs placement 'ray', not '{self.placement}'"),
+        ]  # fmt: skip
+
+    def to_yaml(self) -> str:
+        """Return the complete tree as text that `from_yaml` reads back to an equal one."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    @classmethod
+    def from_yaml(cls, path: Path) -> Experiment:
+        """Load a config.yaml; refuses anything that is not one, naming the file and the field."""
+        try:
+            tree = yaml.safe_load(path.read_text())
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"{path}: cannot be read as a configuration ({error})") from error
+        return parse_experiment(tree, str(path))
+
+
+def parse_experiment(tree: Any, source: str) -> Experiment:
+    """Build an experiment from plain values; errors name the source, the dotted field and the value."""
+    try:
+        return Experiment.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {describe(error, Experiment)}") from None
+
+
+def with_changes(experiment: Experiment, changes: Mapping[str, Any]) -> Experiment:
+    """Return the experiment with some settings changed, given by dotted name or as (nested) dictionaries.
+
+    A changed `kind` replaces its whole section by that kind's defaults; the other changes come after.
+    """
+    flat = sorted(_flattened(changes), key=lambda item: (not item[0].endswith(".kind"), item[0].count(".")))
+    tree = experiment.model_dump(mode="json")
+    for name, value in flat:
+        if name.endswith(".kind"):
+            _select(tree, name, value)
+            tree = completed(Experiment, tree)
+        else:
+            _put(tree, name, value)
+    return parse_experiment(completed(Experiment, tree), "settings")
+
+
+def _flattened(changes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested changes by dotted name; a whole section given as an object counts leaf by leaf."""
+    for name, value in changes.items():
+        if isinstance(value, Config):
+            value = value.model_dump(mode="json")
+        if isinstance(value, Mapping) and value and f"{prefix}{name}" != "env.kwargs":
+            yield from _flattened(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _put(tree: dict[str, Any], name: str, value: Any) -> None:
+    *path, last = name.split(".")
+    for part in path:
+        if not isinstance(tree.get(part), dict):
+            tree[part] = {}
+        tree = tree[part]
+    tree[last] = value
+
+
+def _select(tree: dict[str, Any], name: str, kind: Any) -> None:
+    section = name.removesuffix(".kind")
+    present: Any = tree
+    for part in section.split("."):
+        present = present.get(part) if isinstance(present, dict) else None
+    if not isinstance(present, dict) or present.get("kind") != kind:
+        _put(tree, section, {"kind": kind})

@@ -1,0 +1,190 @@
+"""Receivers of a run's metrics and events: files that survive a kill, plain lines, and silence."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any, Protocol, TextIO
+
+import numpy as np
+
+from qfleet.core.errors import QfleetError
+from qfleet.observe.text import count, duration, known, number, rate, sentence
+
+Metrics = Mapping[str, float | str]
+"""A flat record: numbers in base units (steps, seconds, fractions), texts; an absent key is unknown."""
+
+
+class Sink(Protocol):
+    """Something that is told how a run goes."""
+
+    def metrics(self, record: Metrics) -> None:
+        """Take the newest numbers; called every few seconds or more often."""
+
+    def event(self, record: Mapping[str, Any]) -> None:
+        """Take something that happened; its name is under "event"."""
+
+    def close(self) -> None:
+        """Write what is left and give everything back; safe to call twice."""
+
+
+class Silent:
+    """A sink that shows nothing (`--quiet`)."""
+
+    def metrics(self, record: Metrics) -> None:
+        """Ignore the numbers."""
+
+    def event(self, record: Mapping[str, Any]) -> None:
+        """Ignore the event."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class JsonlSink:
+    """Appends to `metrics.jsonl` and `events.jsonl`; a killed run loses at most the line it was writing."""
+
+    def __init__(self, directory: Path) -> None:
+        self._metrics = _open_whole(directory / "metrics.jsonl")
+        self._events = _open_whole(directory / "events.jsonl")
+
+    def metrics(self, record: Metrics) -> None:
+        """Append one line to metrics.jsonl."""
+        _append(self._metrics, record)
+
+    def event(self, record: Mapping[str, Any]) -> None:
+        """Append one line to events.jsonl."""
+        _append(self._events, record)
+
+    def close(self) -> None:
+        """Close both files."""
+        self._metrics.close()
+        self._events.close()
+
+
+class PlainLines:
+    """One plain line every few seconds for a log file or a pipe: no colours, no cursor movement."""
+
+    def __init__(self, stream: TextIO, every_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._every_s, self._clock = stream, every_s, clock
+        self._next_at = -math.inf
+        self._unwritten: Metrics | None = None
+
+    def metrics(self, record: Metrics) -> None:
+        """Write the numbers as a line, unless the last such line is younger than the interval."""
+        self._unwritten = record
+        if self._clock() >= self._next_at:
+            self._write_metrics()
+
+    def event(self, record: Mapping[str, Any]) -> None:
+        """Write an event at once; the end of a run is preceded by its last numbers."""
+        if record.get("event") in ("finished", "stopped", "failed"):
+            self._write_metrics()
+        self._write(sentence(record))
+
+    def close(self) -> None:
+        """Write the numbers that were still held back; the stream stays open, for it is not ours."""
+        self._write_metrics()
+
+    def _write_metrics(self) -> None:
+        if self._unwritten is not None:
+            self._write(progress_line(self._unwritten))
+            self._unwritten, self._next_at = None, self._clock() + self._every_s
+
+    def _write(self, line: str) -> None:
+        encoding = self._stream.encoding or "utf-8"
+        try:
+            self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):
+            # The reader has gone (a closed pipe or terminal): a run must not die of not being watched.
+            pass
+
+
+def progress_line(record: Metrics) -> str:
+    """Return the numbers of a metrics record in aligned columns; unknown ones are dashes."""
+    steps, budget = known(record, "env_steps"), known(record, "env_steps_budget")
+    percent = f"{100 * steps / budget:.0f}%" if steps is not None and budget else ""
+
+    def shown(key: str, show: Callable[[float], str]) -> str:
+        value = known(record, key)
+        return "-" if value is None else show(value)
+
+    return (
+        f"{shown('wall_s', duration):>6}  steps {shown('env_steps', count):>8} {percent:>4}"
+        f"  return {shown('episode_return', number):>8}  {shown('env_steps_per_s', rate):>7} steps/s"
+        f"  {shown('updates_per_s', rate):>7} updates/s  eta {shown('eta_s', duration):>6}"
+    )
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file that `JsonlSink` wrote; a line counts once its newline is there.
+
+    A torn last line is left out. A missing file, or a damaged line before the last, is an error that names it.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise QfleetError(f"cannot read {path}: {error.strerror}; is this the directory of a run?") from error
+    records = []
+    for position, line in enumerate(content.split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise QfleetError(
+                f"{path}, line {position} is damaged ({error}); remove that line to read the rest"
+            ) from error
+        if not isinstance(record, dict):
+            raise QfleetError(f"{path}, line {position} is not a record; remove that line to read the rest")
+        records.append(record)
+    return records
+
+
+def _open_whole(path: Path) -> IO[bytes]:
+    """Open a file for appending, without the torn line that a kill may have left at its end."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab+")
+        file.truncate(_end_of_last_line(file))
+    except OSError as error:
+        raise QfleetError(f"cannot write {path}: {error.strerror}; choose another --run-dir") from error
+    return file
+
+
+def _end_of_last_line(file: IO[bytes], block: int = 1 << 16) -> int:
+    position = file.seek(0, 2)
+    while position > 0:
+        start = max(0, position - block)
+        file.seek(start)
+        newline = file.read(position - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        position = start
+    return 0
+
+
+def _append(file: IO[bytes], record: Mapping[str, Any]) -> None:
+    line = json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
+    try:
+        file.write(line)
+        file.flush()
+    except OSError as error:
+        raise QfleetError(
+            f"cannot write {file.name}: {error.strerror}; free some space and `qfleet resume` the run"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON can hold: NaN and infinities become null, arrays lists, other objects their text."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (str, int)) else str(value)

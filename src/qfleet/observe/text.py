@@ -1,0 +1,97 @@
+"""Turns the numbers and events of a run into short text for lines, panels and tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+_SHOWN_ELSEWHERE = {"event", "time", "env_steps", "wall_s", "text"}
+
+
+def known(record: Mapping[str, Any], key: str) -> float | None:
+    """Return a finite number of a record, or None where it is absent, null, NaN, infinite or not a number."""
+    value = record.get(key)
+    return float(value) if isinstance(value, Real) and math.isfinite(value) else None
+
+
+def count(value: float) -> str:
+    """Return a count of things: 12,000 below a million, then 1.25M, 12.5M, 1.25B."""
+    for size, unit in ((1e9, "B"), (1e6, "M")):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{unit}"
+    return f"{value:,.0f}"
+
+
+def number(value: float) -> str:
+    """Return a measured value with about four significant digits."""
+    size = abs(value)
+    if size >= 1e6 or 0 < size < 1e-3:
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if size >= 1e4 else f"{value:.4g}"
+
+
+def rate(value: float) -> str:
+    """Return a speed per second; slow ones keep a decimal."""
+    return count(value) if abs(value) >= 100 else f"{value:.1f}"
+
+
+def duration(seconds: float) -> str:
+    """Return a span of time in its two largest units: 8s, 2m05s, 3h20m, 4d06h."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    for larger, size, smaller, part in (("m", 60, "s", 1), ("h", 3600, "m", 60)):
+        if whole < size * (60 if larger == "m" else 24):
+            return f"{whole // size}{larger}{whole % size // part:02d}{smaller}"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def interval(bounds: Any) -> str:
+    """Return " [low, high]" for a pair of finite numbers, or an empty string."""
+    if not isinstance(bounds, (list, tuple)) or len(bounds) != 2:
+        return ""
+    if not all(isinstance(bound, Real) and math.isfinite(bound) for bound in bounds):
+        return ""
+    return f" [{number(bounds[0])}, {number(bounds[1])}]"
+
+
+def one_line(text: str) -> str:
+    """Return the text with everything that could break a line or drive a terminal replaced by spaces."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def sentence(record: Mapping[str, Any]) -> str:
+    """Return one line that tells an event of `events.jsonl` to a person."""
+    name, steps = str(record.get("event", "event")), known(record, "env_steps")
+    head = name if steps is None else f"{name} at {count(steps)} steps"
+    if name == "evaluation":
+        return one_line(f"{head}: {_evaluation(record)}")
+    if name == "notice":
+        source = f"{record['role']}[{record.get('index', 0)}] " if record.get("role") else ""
+        return one_line(f"{head}: {source}{record.get('text', '')}")
+    details = [str(record["text"])] if record.get("text") else []
+    details += [_field(key, value) for key, value in record.items() if key not in _SHOWN_ELSEWHERE and _simple(value)]
+    return one_line(f"{head}: {', '.join(details)}" if details else head)
+
+
+def _evaluation(record: Mapping[str, Any]) -> str:
+    mean, episodes, target = known(record, "mean"), known(record, "episodes"), known(record, "target")
+    parts = ["mean unknown" if mean is None else f"mean {number(mean)}{interval(record.get('ci95'))}"]
+    if episodes is not None:
+        parts.append(f"{count(episodes)} episodes")
+    if target is not None:
+        parts.append(f"target {number(target)}")
+    if record.get("best"):
+        parts.append("best so far")
+    return ", ".join(parts)
+
+
+def _simple(value: Any) -> bool:
+    return isinstance(value, (str, bool, int, float)) and value != ""
+
+
+def _field(key: str, value: str | float) -> str:
+    shown = value if isinstance(value, (str, int)) else number(value)
+    return f"{key} {shown}"

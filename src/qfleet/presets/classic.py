@@ -1,0 +1,95 @@
+"""Presets of the classic control tasks and the lunar lander: small vectors, a few thousand to a few 100,000 steps."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+
+from qfleet.algo.agent import ReplayAgent, SoftTargetConfig
+from qfleet.algo.exploration import EpsilonGreedyConfig
+from qfleet.algo.inputs import InputConfig
+from qfleet.algo.optim import AdamConfig
+from qfleet.algo.torsos import MlpConfig
+from qfleet.core.errors import MissingExtra
+from qfleet.envs import GymConfig
+from qfleet.experiment import Experiment
+from qfleet.replay import ReplayConfig
+from qfleet.roles.actor import ActorConfig
+from qfleet.roles.evaluator import EvaluationConfig
+from qfleet.roles.learner import LearnerConfig
+
+
+def cartpole() -> Experiment:
+    """Balance a pole on a cart; solved at a mean return of 475."""
+    return Experiment(
+        preset="cartpole",
+        algo="nstep",
+        env_steps=100_000,
+        env=GymConfig(id="CartPole-v1", reward_scale=0.1),
+        network=MlpConfig(hidden=(128, 128), input=InputConfig(scale=(1 / 2.4, 1 / 2, 1 / 0.21, 1 / 2))),
+        agent=ReplayAgent(double=True, n_step=3, gamma=0.99, target=SoftTargetConfig(tau=0.025)),
+        exploration=EpsilonGreedyConfig(start=1.0, end=0.05, steps=2_000),
+        actor=ActorConfig(envs=16),
+        replay=ReplayConfig(capacity=50_000),
+        learner=LearnerConfig(batch_size=128, train_period=4, learning_starts=500, evaluated="target"),
+        optim=AdamConfig(lr=1e-3),
+        evaluation=EvaluationConfig(every=1_000, episodes=20, target=475.0),
+    )
+
+
+def acrobot() -> Experiment:
+    """Swing a two-link robot's foot up; solved at a mean return of -100."""
+    speeds = (1 / (4 * math.pi), 1 / (9 * math.pi))
+    return Experiment(
+        preset="acrobot",
+        algo="nstep",
+        env_steps=100_000,
+        env=GymConfig(id="Acrobot-v1", reward_scale=0.1),
+        network=MlpConfig(hidden=(128, 128), input=InputConfig(scale=(1.0, 1.0, 1.0, 1.0, *speeds))),
+        agent=ReplayAgent(double=True, n_step=3, gamma=0.99, target=SoftTargetConfig(tau=0.02)),
+        exploration=EpsilonGreedyConfig(start=1.0, end=0.05, steps=5_000),
+        actor=ActorConfig(envs=16),
+        replay=ReplayConfig(capacity=50_000),
+        learner=LearnerConfig(batch_size=128, train_period=4, learning_starts=1_000, evaluated="target"),
+        optim=AdamConfig(lr=1e-3),
+        evaluation=EvaluationConfig(every=2_000, episodes=20, target=-100.0),
+    )
+
+
+def mountaincar() -> Experiment:
+    """Rock a weak car out of a valley: the reward comes late and rarely; solved at a mean return of -110."""
+    return Experiment(
+        preset="mountaincar",
+        algo="nstep",
+        env_steps=300_000,
+        env=GymConfig(id="MountainCar-v0", reward_scale=0.1),
+        network=MlpConfig(hidden=(128, 128), input=InputConfig(scale=(1.0, 1 / 0.07))),
+        # Long windows carry the rare success back quickly.
+        agent=ReplayAgent(double=True, n_step=10, gamma=0.99, target=SoftTargetConfig(tau=0.01)),
+        exploration=EpsilonGreedyConfig(start=1.0, end=0.05, steps=20_000),
+        actor=ActorConfig(envs=16),
+        replay=ReplayConfig(capacity=100_000),
+        learner=LearnerConfig(batch_size=128, train_period=4, learning_starts=2_000, evaluated="target"),
+        optim=AdamConfig(lr=1e-3),
+        evaluation=EvaluationConfig(every=5_000, episodes=20, target=-110.0),
+    )
+
+
+def lunarlander() -> Experiment:
+    """Land a module softly between two flags (extra: box2d); solved at a mean return of 200."""
+    if find_spec("Box2D") is None:
+        raise MissingExtra("box2d", "box2d", "the preset 'lunarlander'")
+    return Experiment(
+        preset="lunarlander",
+        algo="nstep",
+        env_steps=500_000,
+        env=GymConfig(id="LunarLander-v3", reward_scale=0.05),
+        network=MlpConfig(hidden=(256, 256)),
+        agent=ReplayAgent(double=True, n_step=3, gamma=0.99, target=SoftTargetConfig(tau=0.01)),
+        exploration=EpsilonGreedyConfig(start=1.0, end=0.02, steps=30_000),
+        actor=ActorConfig(envs=16),
+        replay=ReplayConfig(capacity=200_000),
+        learner=LearnerConfig(batch_size=128, train_period=4, learning_starts=2_000, evaluated="target"),
+        optim=AdamConfig(lr=5e-4),
+        evaluation=EvaluationConfig(every=10_000, episodes=20, target=200.0),
+    )

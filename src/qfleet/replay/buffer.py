@@ -1,0 +1,295 @@
+"""The replay of one shard: takes experience in, gives batches out; see `Replay`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from qfleet.core.config import Config
+from qfleet.core.errors import ConfigError
+from qfleet.core.role import State
+from qfleet.core.seeding import numpy_state, restore_numpy
+from qfleet.core.spec import EnvSpec, LeafSpec
+from qfleet.core.types import Batch, Experience, Floats, Ints, Priorities, SequenceBatch, Version
+from qfleet.replay.rewards import RewardScale
+from qfleet.replay.samplers import PrioritisedConfig, UniformConfig, make_sampler
+from qfleet.replay.segments import NONE, Chains
+from qfleet.replay.storage import Lz4Config, MappedConfig, RamConfig
+from qfleet.replay.store import RowStore
+from qfleet.replay.windows import Arrival, Completed, NStepWindows, SequenceWindow, SequenceWindows, Windows
+
+_NO_EXTRAS: Mapping[str, LeafSpec] = MappingProxyType({})
+
+
+class ReplayConfig(Config):
+    """How much is remembered, where, and what is drawn from it."""
+
+    capacity: int = Field(100_000, gt=0)
+    """Rows of one shard (an environment step each, one more at an episode's end), rounded down to whole segments."""
+    sampler: Annotated[UniformConfig | PrioritisedConfig, Field(discriminator="kind")] = UniformConfig()
+    """Which items a batch takes."""
+    storage: Annotated[RamConfig | MappedConfig | Lz4Config, Field(discriminator="kind")] = RamConfig()
+    """Where observations are kept."""
+    segment: int | None = Field(None, gt=0)
+    """Rows that are written, and later dropped, together; None chooses from capacity and number of environments."""
+
+    def layout(self, streams: int, shortest: int) -> tuple[int, int]:
+        """Return (segments, rows of each) for `streams` environments and segments of at least `shortest` rows."""
+        rows = self.segment or min(max(self.capacity // (16 * streams), shortest, 4), 1024)
+        if rows < shortest:
+            raise ConfigError(f"replay.segment is {rows} rows; the frame stack of this environment needs {shortest}")
+        segments = self.capacity // rows
+        if segments <= streams:
+            raise ConfigError(
+                f"replay.capacity of {self.capacity:,} rows makes {segments} segments of {rows} rows, but {streams} "
+                f"environments each fill one: raise replay.capacity to {(streams + 1) * rows:,} or more"
+            )
+        return segments, rows
+
+
+class Replay:
+    """Rows of many streams in fixed-size segments, sampled as n-step transitions or as sequences.
+
+    An item is sampleable exactly while its whole window and frame stack are stored. The same random generator, the
+    same experience and the same calls give the same batches, to the bit, also through `state_dict`.
+    """
+
+    def __init__(
+        self,
+        config: ReplayConfig,
+        spec: EnvSpec,
+        *,
+        streams: int,
+        n_step: int,
+        gamma: float,
+        rng: np.random.Generator,
+        sequence: SequenceWindow | None = None,
+        extras: Mapping[str, LeafSpec] = _NO_EXTRAS,
+        directory: Path | None = None,
+        normalise_rewards: bool = False,
+    ) -> None:
+        """Make an empty replay for about `streams` environments of `spec`.
+
+        With `sequence`, items are sequences of single steps and `n_step` is not used. `extras` describes further
+        per-row arrays. `directory` is where the mapped tier puts its files.
+        """
+        self.config, self.spec, self.rng, self.sequence = config, spec, rng, sequence
+        stack = max(leaf.stack for leaf in spec.observations.values())
+        segments, rows = config.layout(streams, max(stack - 1, 1))
+        self.capacity = segments * rows
+        self.chains = Chains(segments, rows, streams, self._evict)
+        self.windows: Windows = SequenceWindows(streams, sequence) if sequence else NStepWindows(streams, n_step, gamma)
+        self.powers = gamma ** np.arange(n_step + 1, dtype=np.float64)
+        self.store = RowStore(config.storage, spec, self.chains, bool(sequence), extras, directory)
+        self.sampler = make_sampler(config.sampler, self.capacity, rng)
+        self.rewards = RewardScale(streams, gamma) if normalise_rewards else None
+        self.version = Version()
+        self.seen: dict[str, int] = {}
+        """The last sequence number of each sender."""
+        self.counts = {"inserted": 0, "duplicates": 0, "stale_priorities": 0}
+
+    def __len__(self) -> int:
+        """Return the number of sampleable items."""
+        return self.sampler.count
+
+    # ------------------------------------------------------------------ experience in
+
+    def append(self, experience: Experience) -> int:
+        """Store a message; return its number of transitions (rows that are not final), 0 if it was stored before.
+
+        A sender's messages must come in order; numbers left out mean nothing.
+        """
+        if experience.sequence <= self.seen.get(experience.source, -1):
+            self.counts["duplicates"] += 1
+            return 0
+        self.store.check_message(experience)
+        self.seen[experience.source] = experience.sequence
+        self.version = max(self.version, experience.version)
+        highest = max(experience.stream.max(initial=-1), experience.cut.max(initial=-1)) + 1
+        if highest > len(self.chains.tail):
+            for part in (self.chains, self.windows, self.rewards):
+                if part is not None:
+                    part.grow(int(highest))
+        if len(experience.cut):
+            self.windows.cut(experience.cut)
+            if self.rewards:
+                self.rewards.cut(experience.cut)
+        offsets = experience.offsets.tolist()
+        for first, last in pairwise(offsets):
+            if last > first:
+                self._append_group(experience, slice(first, last))
+        stored = len(experience.final) - int(np.count_nonzero(experience.final))
+        self.counts["inserted"] += stored
+        return stored
+
+    def _append_group(self, experience: Experience, group: slice) -> None:
+        """Store rows of distinct streams."""
+        stream, reward = experience.stream[group], experience.reward[group].astype(np.float64)
+        final, terminated = experience.final[group], experience.terminated[group]
+        ended = terminated | experience.truncated[group]
+        rows = self.chains.advance(stream)
+        self.store.put(rows, self.windows.age.take(stream), experience, group)
+        if self.rewards:
+            going = ~final
+            self.rewards.observe(stream[going], reward[going], ended[going])
+        completed = self.windows.arrive(Arrival(stream, rows, reward, ended, terminated, final))
+        if len(completed.row):
+            self._complete(completed)
+
+    def _complete(self, completed: Completed) -> None:
+        """Keep what the completed windows came to, and make their items sampleable where the frames are there."""
+        rows = completed.row
+        if completed.returns is None:
+            self.store.write("steps", rows, completed.steps)
+        else:
+            self.store.write("reward", rows, completed.returns)
+            self.store.write("bootstrap", rows, completed.bootstrap)
+            self.store.write("discount", rows, np.where(completed.terminated, 0.0, self.powers.take(completed.steps)))
+        if self.store.stack > 1:
+            rows = rows[self.store.frames_present(rows)]
+        self.sampler.add(rows)
+
+    def _evict(self, segments: Ints) -> None:
+        """Stop sampling what the loss of `segments` makes incomplete."""
+        size = self.chains.rows
+        first = segments * size
+        self.sampler.remove((first[:, None] + np.arange(size)).ravel())
+        self.windows.forget(self.chains.owner[segments], first, first + size - 1)
+        after = self.chains.next[segments]
+        after = after[after != NONE]
+        if self.store.stack > 1 and len(after):
+            offset = np.arange(self.store.stack - 1)
+            rows = (after[:, None] * size + offset).ravel()
+            # only rows that reach back over the segment's beginning within their episode
+            self.sampler.remove(rows[self.store.read("age", rows) > np.tile(offset, len(after))])
+
+    # ------------------------------------------------------------------ batches out
+
+    def sample(self, size: int, beta: float = 0.4) -> Batch:
+        """Return `size` n-step transitions; `beta` is the exponent of the importance weights."""
+        self._check_sampling(sequences=False)
+        return self.transitions(*self.sampler.draw(size, beta))
+
+    def transitions(self, rows: Ints, weight: Floats) -> Batch:
+        """Return the items at `rows` [B], which must be sampleable, as a batch."""
+        reward, scale = self.store.read("reward", rows), 1.0
+        if self.rewards:
+            scale = self.rewards.scale
+            reward = reward / np.float32(scale)
+        both = np.concatenate([rows, self.store.read("bootstrap", rows)])
+        observations = self.store.observe(both)
+        masks = self.store.read("mask", both) if self.spec.masked else None
+        size = len(rows)
+        return Batch(
+            observation={name: value[:size] for name, value in observations.items()},
+            action=self.store.read("action", rows).astype(np.int64),
+            reward=reward,
+            discount=self.store.read("discount", rows),
+            next_observation={name: value[size:] for name, value in observations.items()},
+            weight=weight,
+            index=rows,
+            generation=self.chains.generation.take(rows // self.chains.rows),
+            mask=None if masks is None else masks[:size],
+            next_mask=None if masks is None else masks[size:],
+            version=self.version,
+            reward_scale=scale,
+            global_size=size,
+        )
+
+    def sample_sequences(self, size: int, beta: float = 0.4) -> SequenceBatch:
+        """Return `size` sequences; `beta` is the exponent of the importance weights."""
+        self._check_sampling(sequences=True)
+        return self.sequences(*self.sampler.draw(size, beta))
+
+    def sequences(self, starts: Ints, weight: Floats) -> SequenceBatch:
+        """Return the sequences that start at `starts` [B], which must be sampleable.
+
+        After an episode's end the observation repeats the final one, and the rest is zero and not valid.
+        """
+        assert self.sequence is not None
+        steps = self.store.read("steps", starts)[:, None]
+        ahead = np.arange(self.sequence.length + 1)
+        rows = self.chains.successor(starts, np.minimum(ahead, steps))
+        valid = ahead[:-1] < steps
+        taken = np.where(valid, rows[:, :-1], rows[:, :1])
+        reward: Floats = self.store.read_valid("reward", taken, valid)
+        if self.rewards:
+            reward = reward / np.float32(self.rewards.scale)
+        return SequenceBatch(
+            observation=self.store.observe(rows),
+            action=self.store.read_valid("action", taken, valid).astype(np.int64),
+            reward=reward,
+            terminated=self.store.read_valid("terminated", taken, valid),
+            valid=valid,
+            extras={name: self.store.read_valid(f"extras.{name}", taken, valid) for name in self.store.extras},
+            weight=weight,
+            index=starts,
+            generation=self.chains.generation.take(starts // self.chains.rows),
+            mask=self.store.read("mask", rows) if self.spec.masked else None,
+            version=self.version,
+            global_size=len(starts),
+        )
+
+    def _check_sampling(self, sequences: bool) -> None:
+        if sequences != (self.sequence is not None):
+            kind, method = ("sequences", "sample_sequences") if self.sequence else ("transitions", "sample")
+            raise ValueError(f"this replay holds {kind}: call {method}()")
+        if not len(self):
+            raise ValueError("nothing to sample yet: no item of this replay is complete")
+
+    def update_priorities(self, priorities: Priorities) -> int:
+        """Write the priorities of sampled items that are still there; return how many those were."""
+        index, values = priorities.index, priorities.priority
+        current = self.chains.generation.take(index // self.chains.rows) == priorities.generation
+        if self.store.stack > 1:  # an item may have lost frames to an eviction although its own segment is there
+            current &= self.sampler.contains(index)
+        if not current.all():
+            self.counts["stale_priorities"] += len(index) - int(np.count_nonzero(current))
+            index, values = index[current], values[current]
+        return self.sampler.update(index, values)
+
+    # ------------------------------------------------------------------ numbers and state
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers worth watching."""
+        scale = {"reward_scale": self.rewards.scale} if self.rewards else {}
+        return {
+            "replay_size": float(len(self)),
+            "replay_fill": self.chains.used_rows / self.capacity,
+            **{f"replay_{name}": float(count) for name, count in self.counts.items()},
+            **{f"replay_{name}": value for name, value in self.sampler.metrics().items()},
+            **scale,
+        }
+
+    def state_dict(self) -> State:
+        """Return everything, rows of used segments only; on the mapped tier observations are views of the file."""
+        return {
+            "store": self.store.state_dict(),
+            "chains": self.chains.state_dict(),
+            "windows": self.windows.state_dict(),
+            "sampler": self.sampler.state_dict(),
+            "rewards": self.rewards.state_dict() if self.rewards else None,
+            "rng": numpy_state(self.rng),
+            "version": self.version,
+            "seen": dict(self.seen),
+            "counts": dict(self.counts),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from what `state_dict` of a replay with the same settings returned."""
+        self.store.load_state_dict(state["store"])
+        self.chains.load_state_dict(state["chains"])
+        self.windows.load_state_dict(state["windows"])
+        self.sampler.load_state_dict(state["sampler"])
+        if self.rewards:
+            self.rewards.load_state_dict(state["rewards"])
+        restore_numpy(self.rng, state["rng"])
+        self.version = state["version"]
+        self.seen = dict(state["seen"])
+        self.counts = dict(state["counts"])

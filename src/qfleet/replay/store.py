@@ -1,0 +1,160 @@
+"""All columns of a replay, row by row: observations on their storage tier, everything else in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qfleet.core.errors import CheckpointError
+from qfleet.core.role import State
+from qfleet.core.spec import EnvSpec, LeafSpec
+from qfleet.core.types import Bools, Experience, Ints, Leaves
+from qfleet.replay import memory
+from qfleet.replay.segments import Chains
+from qfleet.replay.storage import Column, Lz4Config, MappedConfig, StorageConfig, observation_column, ram_column
+
+OLDEST_AGE = 255
+"""Ages in an episode are kept up to this one: enough for any frame stack, in one byte."""
+SAMPLER_BYTES = 8.6
+"""What a sampler takes for each row, at most: a leaf of the sum tree and its share of the inner nodes."""
+
+
+class RowStore:
+    """Writes rows, reads them back, and rebuilds frame stacks from single frames."""
+
+    def __init__(
+        self,
+        config: StorageConfig,
+        spec: EnvSpec,
+        chains: Chains,
+        sequences: bool,
+        extras: Mapping[str, LeafSpec],
+        directory: Path | None,
+    ) -> None:
+        """Make columns of zeros for all rows of `chains`, after a check that they fit."""
+        self.config, self.spec, self.chains, self.sequences = config, spec, chains, sequences
+        self.capacity = chains.segments * chains.rows
+        self.stack = max(leaf.stack for leaf in spec.observations.values())
+        self.extras = tuple(extras)
+        shapes = self._shapes(extras)
+        self._check_memory({name: np.dtype((d, s)).itemsize for name, (s, d) in shapes.items()}, directory)
+        self.observations: dict[str, Column] = {
+            name: observation_column(config, leaf, self.capacity, chains.rows, directory)
+            for name, leaf in spec.observations.items()
+        }
+        self.columns = {name: ram_column(self.capacity, shape, dtype) for name, (shape, dtype) in shapes.items()}
+
+    def _shapes(self, extras: Mapping[str, LeafSpec]) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Return shape and dtype of every column but the observations."""
+        shapes: dict[str, tuple[tuple[int, ...], Any]] = {
+            "age": ((), np.uint8),
+            "action": ((), np.min_scalar_type(self.spec.actions - 1)),
+            "reward": ((), np.float32),  # of the row in a replay of sequences, else of its whole window
+        }
+        if self.sequences:
+            shapes |= {"terminated": ((), np.bool_), "steps": ((), np.int32)}
+        else:
+            shapes |= {"bootstrap": ((), np.int64), "discount": ((), np.float32)}
+        if self.spec.masked:
+            shapes["mask"] = ((self.spec.actions,), np.bool_)
+        return shapes | {f"extras.{name}": (leaf.shape, leaf.dtype) for name, leaf in extras.items()}
+
+    def _check_memory(self, columns: Mapping[str, float], directory: Path | None) -> None:
+        frames, advice = {}, ", or set replay.storage.kind to lz4 (compressed) or mapped (on disk)"
+        for name, leaf in self.spec.observations.items():
+            if isinstance(self.config, Lz4Config) and self.config.compresses(leaf):
+                gain = memory.ASSUMED_COMPRESSION
+                frames[f"observation '{name}' (LZ4 taken to gain {gain} to 1)"] = leaf.frame_bytes / gain
+                advice = ", or set replay.storage.kind to mapped (on disk)"
+            else:
+                frames[f"observation '{name}'"] = leaf.frame_bytes
+        if isinstance(self.config, MappedConfig) and directory is not None:
+            memory.check_fits(self.capacity, frames, memory.available_disk(directory), f"disk of {directory}", "")
+            frames, advice = {}, ""
+        needed = {**frames, **columns, "sampler": SAMPLER_BYTES}
+        memory.check_fits(self.capacity, needed, memory.available_memory(), "memory", advice)
+
+    def check_message(self, experience: Experience) -> None:
+        """Raise ValueError for a message whose arrays do not have the shapes of the spec."""
+        rows = len(experience.stream)
+        expected = {name: (rows, *leaf.frame_shape) for name, leaf in self.spec.observations.items()}
+        got = {name: value.shape for name, value in experience.observation.items()}
+        if got != expected:
+            raise ValueError(f"experience of {experience.source}: observation shapes {got}, expected {expected}")
+        if (experience.mask is not None) != self.spec.masked:
+            raise ValueError(f"experience of {experience.source}: a mask must come exactly when the spec is masked")
+
+    def put(self, rows: Ints, age: Ints, experience: Experience, group: slice) -> None:
+        """Write the rows `group` of a message, `age` steps into their episodes, to `rows`."""
+        for name, column in self.observations.items():
+            column.write(rows, experience.observation[name][group])
+        self.write("age", rows, np.minimum(age, OLDEST_AGE))
+        self.write("action", rows, experience.action[group])
+        if experience.mask is not None:
+            self.write("mask", rows, experience.mask[group])
+        for name in self.extras:
+            self.write(f"extras.{name}", rows, experience.extras[name][group])
+        if self.sequences:
+            self.write("reward", rows, experience.reward[group])
+            self.write("terminated", rows, experience.terminated[group])
+
+    def write(self, column: str, rows: Ints, values: NDArray[Any]) -> None:
+        """Store `values` [E, ...] at `rows` [E], cast to the column's dtype."""
+        self.columns[column].array[rows] = values
+
+    def read(self, column: str, rows: Ints) -> NDArray[Any]:
+        """Return the values [*rows.shape, ...] at `rows`."""
+        return self.columns[column].array.take(rows, axis=0)
+
+    def read_valid(self, column: str, rows: Ints, valid: Bools) -> NDArray[Any]:
+        """Return the values at `rows`, zeros where not `valid`."""
+        values = self.read(column, rows)
+        values[~valid] = 0
+        return values
+
+    def observe(self, rows: Ints) -> Leaves:
+        """Return the observations [*rows.shape, ...] at `rows`, frame stacks rebuilt, oldest frame first."""
+        observations: Leaves = {}
+        age = self.read("age", rows)[..., None] if self.stack > 1 else None
+        for name, leaf in self.spec.observations.items():
+            column = self.observations[name]
+            if leaf.stack == 1 or age is None:
+                observations[name] = column.read(rows)
+                continue
+            back = np.arange(leaf.stack - 1, -1, -1)
+            frames = column.read(self.chains.predecessor(rows[..., None], np.minimum(back, age)))
+            if leaf.stack_padding == "zero":
+                frames[back > age] = 0
+            observations[name] = frames
+        return observations
+
+    def frames_present(self, rows: Ints) -> Bools:
+        """Return for which of `rows` [M] the whole frame stack is stored."""
+        return self.chains.has_predecessors(rows, np.minimum(self.read("age", rows), self.stack - 1))
+
+    def state_dict(self) -> State:
+        """Return the rows of used segments; on the mapped tier observations are views of the file."""
+        used = self.chains.used_rows
+        return {
+            "layout": [self.chains.segments, self.chains.rows],
+            "columns": {name: column.snapshot(used) for name, column in self.columns.items()},
+            "observations": {name: column.snapshot(used) for name, column in self.observations.items()},
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Take over the rows of a store with the same settings."""
+        saved, own = list(state["layout"]), [self.chains.segments, self.chains.rows]
+        if saved != own or set(state["columns"]) != set(self.columns):
+            raise CheckpointError(
+                f"the saved replay has {saved[0]} segments of {saved[1]} rows with columns {sorted(state['columns'])}; "
+                f"this run's has {own[0]} of {own[1]} with {sorted(self.columns)}: "
+                f"resume with the replay settings that the run began with"
+            )
+        for name, column in self.columns.items():
+            column.restore(state["columns"][name])
+        for name, observed in self.observations.items():
+            observed.restore(state["observations"][name])

@@ -1,0 +1,172 @@
+"""Plays whole episodes with the agent's greedy policy, on seeds that training never sees.
+
+Receives: Weights to evaluate.
+Sends: Evaluated, to the run's monitor and (latest value) to the learner, whose rate may follow the score.
+Waits for: the next weights to evaluate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+
+from qfleet.algo.agent import AgentConfig
+from qfleet.algo.exploration import choose
+from qfleet.algo.flat import FlatParameters
+from qfleet.algo.networks import NetworkConfig, QNetwork, build_network
+from qfleet.core import seeding
+from qfleet.core.config import Config
+from qfleet.core.protocols import Publisher, Receiver, Sender
+from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
+from qfleet.core.spec import EnvSpec
+from qfleet.core.types import Evaluated, Ints, Notice, Weights
+from qfleet.core.usercode import UserCode
+from qfleet.envs import EnvConfig, VectorEnv, make_env
+
+
+class EvaluationConfig(Config):
+    """When and how the agent is judged."""
+
+    every: int = Field(1000, gt=0)
+    """Environment steps between two evaluations on the validation seeds."""
+    episodes: int = Field(20, gt=0, le=10_000)
+    """Episodes of each evaluation."""
+    test_episodes: int = Field(100, gt=0, le=100_000)
+    """Episodes of the final test, on seeds that are used for nothing else."""
+    envs: int = Field(20, gt=0, le=4096)
+    """Environments played side by side."""
+    max_episode_steps: int = Field(27_000, gt=0)
+    """An episode longer than this is judged by what it has brought so far."""
+    patience: int | None = Field(None, gt=0)
+    """Stop the run after this many evaluations without a better one; None never stops."""
+    target: float | None = None
+    """Stop the run when `in_a_row` evaluations have a mean return of at least this."""
+    in_a_row: int = Field(3, gt=0)
+    """How many consecutive evaluations must reach the target; one alone may be luck."""
+    epsilon: float = Field(0.0, ge=0.0, le=1.0)
+    """Chance of a random action (the Atari protocol uses 0.001 to 0.05)."""
+
+
+@dataclass(frozen=True)
+class EvaluatorSetup:
+    """Everything an evaluator is built from, besides its handles."""
+
+    evaluation: EvaluationConfig
+    env: EnvConfig
+    spec: EnvSpec
+    network: NetworkConfig
+    agent: AgentConfig
+    seed: int
+    code: UserCode
+
+
+@dataclass(frozen=True)
+class EvaluatorHandles:
+    """What an evaluator sees of the run."""
+
+    models: Receiver[Weights]
+    events: Sender[Evaluated | Notice]
+    score: Publisher[Evaluated]
+
+
+class Evaluator(Role):
+    """A network of its own, environments of its own, seeds of its own."""
+
+    kind = "evaluator"
+
+    def __init__(self, setup: EvaluatorSetup, handles: EvaluatorHandles) -> None:
+        self._setup, self._handles = setup, handles
+        self._network = build_network(
+            setup.network, setup.agent, setup.spec, seed=setup.seed, custom=setup.code.network
+        )
+        self._flat = FlatParameters(self._network)
+        self._env: VectorEnv | None = None
+        self._best = -np.inf
+
+    def step(self) -> Status:
+        """Evaluate one set of weights, from the first episode to the last."""
+        if not self._handles.events.ready():
+            return Idle("results are not read", wake_on=(self._handles.events,))
+        weights = self._handles.models.receive()
+        if weights is None:
+            if self._handles.models.exhausted():
+                return DONE
+            return Idle("no new model to evaluate", wake_on=(self._handles.models,))
+        self.phase = "evaluating"
+        began = time.perf_counter()
+        self._flat.load_numpy(weights.flat)
+        if self._env is None:
+            config = self._setup.evaluation
+            envs = min(config.envs, config.episodes)
+            self._env = make_env(self._setup.env, envs, evaluation=True, factory=self._setup.code.env)
+        returns, lengths = play(self._network, self._env, self._setup.evaluation, self._setup.seed, "validation")
+        # Of equal scores the later one is kept: it has seen more.
+        best = bool(returns.mean() >= self._best)
+        self._best = max(self._best, float(returns.mean()))
+        seconds = time.perf_counter() - began
+        result = Evaluated(
+            weights.version, weights.env_steps, returns, lengths, seconds, best, weights if best else None
+        )
+        # The score is part of a checkpoint: without the weights, which are elsewhere, and the seconds, which vary.
+        self._handles.score.publish(dataclasses.replace(result, weights=None, seconds=0.0))
+        self._handles.events.send(result)
+        self.phase = "running"
+        return WORKED
+
+    def state_dict(self) -> State:
+        """Return the best mean so far; every evaluation starts from its own seeds."""
+        return {"best": self._best}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue."""
+        self._best = state["best"]
+
+    def close(self) -> None:
+        """Close the environments."""
+        if self._env is not None:
+            self._env.close()
+
+
+def play(
+    network: QNetwork, env: VectorEnv, config: EvaluationConfig, seed: int, split: str, episodes: int | None = None
+) -> tuple[NDArray[np.float64], Ints]:
+    """Play episodes on the seeds of a split; returns true scores [N] and lengths [N] in the seeds' order."""
+    count = episodes or config.episodes
+    seeds = seeding.episode_seeds(seed, split, count)
+    rng = seeding.numpy_stream(seed, "evaluator", purpose=split)
+    network.eval()
+    network.set_generator(seeding.torch_stream(seed, "evaluator", purpose=split))
+    waves = [_wave(network, env, seeds[at : at + env.num_envs], config, rng) for at in range(0, count, env.num_envs)]
+    return np.concatenate([w[0] for w in waves]), np.concatenate([w[1] for w in waves])
+
+
+def _wave(
+    network: QNetwork, env: VectorEnv, seeds: Sequence[int], config: EvaluationConfig, rng: np.random.Generator
+) -> tuple[NDArray[np.float64], Ints]:
+    """Play one episode in each of the first `len(seeds)` environments; surplus environments are stepped and ignored."""
+    padded = [*seeds, *[seeds[-1]] * (env.num_envs - len(seeds))]
+    observation, mask = env.reset(padded)
+    epsilon = np.full(env.num_envs, config.epsilon, np.float32)
+    score, length = np.zeros(env.num_envs), np.zeros(env.num_envs, np.int64)
+    playing = np.arange(env.num_envs) < len(seeds)
+    for _ in range(config.max_episode_steps):
+        with torch.inference_mode():
+            q = network.q({name: torch.from_numpy(leaf) for name, leaf in observation.items()}).numpy()
+        tick = env.step(choose(q, epsilon, mask, rng))
+        counted = playing & tick.valid
+        score[counted] += tick.reward[counted]
+        length[counted] += 1
+        ended = np.intersect1d(tick.scored, np.flatnonzero(playing))
+        score[ended] = tick.scores[np.isin(tick.scored, ended)]
+        playing[ended] = False
+        if not playing.any():
+            break
+        observation, mask = tick.observation, tick.mask
+    return score[: len(seeds)], length[: len(seeds)]

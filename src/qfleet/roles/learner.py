@@ -1,0 +1,254 @@
+"""Turns batches into better weights: the only role that changes the network.
+
+Receives: Batches from a replay shard, or Rollouts from actors; Evaluated (latest value).
+Sends: Weights (latest value) to the actors, Weights to the evaluator, Priorities to the replay shard, Notices.
+Waits for: the next batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from qfleet.algo.agent import AgentConfig
+from qfleet.algo.model_io import read_tensors
+from qfleet.algo.networks import NetworkConfig, build_network
+from qfleet.algo.optim import OptimConfig
+from qfleet.algo.updates import Update, UpdateResult, build_update
+from qfleet.algo.warmstart import warm_start
+from qfleet.core import seeding
+from qfleet.core.config import Config
+from qfleet.core.errors import QfleetError
+from qfleet.core.protocols import Counter, Publisher, Receiver, Sender, Subscriber
+from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
+from qfleet.core.spec import EnvSpec
+from qfleet.core.types import Batch, Evaluated, Notice, Priorities, Rollout, Version, Weights
+from qfleet.core.usercode import UserCode
+from qfleet.parallel.gradsync import GradientGroup
+from qfleet.roles.weight_store import snapshot
+
+
+class LearnerConfig(Config):
+    """How the network is trained."""
+
+    batch_size: int = Field(128, gt=0)
+    """Transitions of one update, over all learner ranks together."""
+    train_period: float = Field(4.0, gt=0)
+    """Environment steps of the whole run for each update."""
+    learning_starts: int = Field(1000, ge=1)
+    """Stored transitions before the first update."""
+    evaluated: Literal["online", "target"] = "online"
+    """Which network is evaluated and kept: a slowly moving target is an average of the online network."""
+    publish_period: int = Field(32, gt=0)
+    """Updates after which weights are published at the latest; an idle learner publishes at once."""
+    skips: int = Field(3, gt=0)
+    """Non-finite updates in a row that stop the run."""
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """A learner's place in its data-parallel group."""
+
+    rank: int
+    size: int
+    rendezvous: str
+    """Where the ranks meet, as torch.distributed's init method."""
+
+
+@dataclass(frozen=True)
+class LearnerSetup:
+    """Everything a learner is built from, besides its handles."""
+
+    learner: LearnerConfig
+    network: NetworkConfig
+    agent: AgentConfig
+    optim: OptimConfig
+    spec: EnvSpec
+    seed: int
+    total_updates: int
+    """How many updates the whole run makes; what schedules are measured against."""
+    evaluate_every: int
+    """Environment steps between models for the evaluator."""
+    device: str
+    group: GroupConfig | None
+    warm_start: Path | None
+    """Directory of a model to begin with."""
+    warm_start_part: Literal["all", "torso"]
+    code: UserCode
+
+
+@dataclass(frozen=True)
+class LearnerHandles:
+    """What a learner sees of the run; ranks other than the first publish nothing."""
+
+    batches: tuple[Receiver[Batch | Rollout], ...]
+    priorities: Sender[Priorities] | None
+    weights: Publisher[Weights] | None
+    models: Sender[Weights] | None
+    events: Sender[Notice | Evaluated] | None
+    score: Subscriber[Evaluated]
+    env_steps: Counter
+    updates: Counter
+    """Updates of the run; the first rank counts."""
+
+
+class Learner(Role):
+    """One rank of the run's learner group; usually the only one."""
+
+    kind = "learner"
+
+    def __init__(self, setup: LearnerSetup, handles: LearnerHandles) -> None:
+        self._setup, self._handles = setup, handles
+        group = setup.group
+        self._group = GradientGroup(group.rank, group.size, group.rendezvous, timeout_s=300.0) if group else None
+        self._update = self._build_update()
+        self._batches_seen = self._updates = self._skips = self._skipped = 0
+        self._evaluations_due = 0
+        self._lag = self._reward_scale = 0.0
+        self._latest: dict[str, torch.Tensor] = {}
+        self._published: Version | None = None
+
+    def _build_update(self) -> Update:
+        setup, device = self._setup, torch.device(self._setup.device)
+        network = build_network(setup.network, setup.agent, setup.spec, seed=setup.seed, custom=setup.code.network)
+        if setup.warm_start is not None:
+            report = warm_start(network, read_tensors(setup.warm_start), setup.warm_start_part)
+            self._notice("warm_start", str(report))
+        return build_update(
+            setup.agent,
+            network.to(device),
+            setup.optim,
+            seeding.torch_stream(setup.seed, self.kind, purpose="update", device=device),
+            setup.total_updates,
+            self._group.all_reduce_ if self._group else None,
+        )
+
+    def step(self) -> Status:
+        """Do one update, or else publish what is new."""
+        score = self._handles.score.latest()
+        if score is not None:
+            self._update.score(float(score.returns.mean()))
+        if self._offer_model():
+            return WORKED
+        if self._handles.priorities is not None and not self._handles.priorities.ready():
+            return Idle("replay has not taken the priorities", wake_on=(self._handles.priorities,))
+        received = (stream.receive() for stream in self._handles.batches)
+        message = next((message for message in received if message is not None), None)
+        if message is not None:
+            self._learn(message)
+            if self._batches_seen % self._setup.learner.publish_period == 0:
+                self._publish()
+            return WORKED
+        if self._publish():
+            return WORKED
+        if all(stream.exhausted() for stream in self._handles.batches):
+            return self._finish()
+        return Idle("no batch", wake_on=self._handles.batches)
+
+    def _learn(self, message: Batch | Rollout) -> None:
+        result = self._update(message)
+        self._batches_seen += 1
+        self._updates += result.updates
+        self._latest = result.metrics
+        self._lag = float(self._version.number - message.version.number)
+        if self._handles.weights is not None:
+            self._handles.updates.add(result.updates)
+        if isinstance(message, Batch):
+            self._reward_scale = message.reward_scale
+            if self._handles.priorities is not None and result.priority is not None:
+                self._handles.priorities.send(Priorities(message.index, message.generation, result.priority))
+        self._guard(result)
+
+    def _guard(self, result: UpdateResult) -> None:
+        """Name every skipped update; give up after several in a row."""
+        self._skipped += result.skipped
+        if not result.skipped or result.updates:
+            self._skips = 0
+        if not result.skipped:
+            return
+        self._skips += 1
+        text = f"update {self._updates + 1}: the loss or its gradient is not finite; the update was skipped"
+        if self._skips >= self._setup.learner.skips:
+            raise QfleetError(
+                f"{self._skips} updates in a row were not finite (NaN or infinity), the last one update"
+                f" {self._updates + 1}. The last good checkpoint is kept."
+                " Lower optim.lr, set optim.max_grad_norm, or check the rewards."
+            )
+        self._notice("skipped_update", text)
+
+    def _notice(self, kind: str, text: str) -> None:
+        if self._handles.events is not None and self._handles.events.ready():
+            self._handles.events.send(Notice(self.kind, 0, kind, text))
+
+    @property
+    def _version(self) -> Version:
+        """Weights are numbered by the batches that made them."""
+        return Version(0, self._batches_seen)
+
+    def _publish(self) -> bool:
+        """Publish the weights unless the newest are out already."""
+        if self._handles.weights is None or self._published == self._version:
+            return False
+        self._handles.weights.publish(snapshot(self._update.flat, self._version, self._handles.env_steps.total()))
+        self._published = self._version
+        return True
+
+    def _offer_model(self) -> bool:
+        """Send a model to the evaluator when the run has passed the next multiple of the evaluation period."""
+        due = self._handles.env_steps.total() // self._setup.evaluate_every
+        if self._handles.models is None or due <= self._evaluations_due or not self._handles.models.ready():
+            return False
+        self._evaluations_due = due
+        self._handles.models.send(self._model())
+        return True
+
+    def _model(self) -> Weights:
+        flat = self._update.target_flat if self._setup.learner.evaluated == "target" else None
+        return snapshot(flat or self._update.flat, self._version, self._handles.env_steps.total())
+
+    def _finish(self) -> Status:
+        """Have the last weights evaluated too, then end."""
+        if self._handles.models is not None:
+            if not self._handles.models.ready():
+                return Idle("the evaluator is busy", wake_on=(self._handles.models,))
+            self._handles.models.send(self._model())
+            self._handles.models.close()
+        return DONE
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the last update's numbers; reading them waits for the device."""
+        values = {name: float(value) for name, value in self._latest.items()}
+        return {
+            **values,
+            "updates": float(self._updates),
+            "learning_rate": self._update.learning_rate,
+            "skipped_updates": float(self._skipped),
+            "policy_lag": self._lag,
+            "reward_scale": self._reward_scale,
+        }
+
+    def state_dict(self) -> State:
+        """Return networks, optimiser, schedules and counters."""
+        return {
+            "update": self._update.state_dict(),
+            "counters": [self._batches_seen, self._updates, self._skips, self._skipped, self._evaluations_due],
+            "published": self._published,
+            "lag": self._lag,
+            "reward_scale": self._reward_scale,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue."""
+        self._update.load_state_dict(state["update"])
+        self._batches_seen, self._updates, self._skips, self._skipped, self._evaluations_due = state["counters"]
+        self._published, self._lag, self._reward_scale = state["published"], state["lag"], state["reward_scale"]
+
+    def close(self) -> None:
+        """Leave the learner group."""
+        if self._group is not None:
+            self._group.close()

@@ -1,0 +1,116 @@
+"""The drawing of a run: which roles there are and which edges join them, before anything is started.
+
+An edge is named once and has ends; an end is given to a role as a handle. A placement opens ends as the real thing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from qfleet.core.protocols import Counter, Publisher, Receiver, Sender, Subscriber
+from qfleet.core.role import Role
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of an edge, to be opened by a placement for the role that holds it."""
+
+    edge: str
+    side: Literal["sender", "receiver", "publisher", "subscriber", "counter"]
+    capacity: int = 0
+    """How many messages a stream holds at most."""
+    reader: int = 0
+    """Which of a latest-value edge's subscribers, or of a counter's writers, this is."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One role of the run: what is needed to build it anywhere, never an instance."""
+
+    kind: str
+    index: int
+    build: Callable[[Any, Any], Role]
+    config: Any
+    handles: Any
+    """A dataclass whose fields are ends, tuples of ends, or None."""
+
+    @property
+    def name(self) -> str:
+        """The unique name of the node, such as "actor-0"."""
+        return f"{self.kind}-{self.index}"
+
+
+@dataclass
+class Graph:
+    """The nodes in the order in which one process steps them, and their edges."""
+
+    nodes: list[Node] = field(default_factory=list)
+    streams: dict[str, int] = field(default_factory=dict)
+    """Capacity of each stream by name."""
+    latest_values: dict[str, int] = field(default_factory=dict)
+    """Number of subscribers of each latest-value edge by name."""
+    counters: dict[str, int] = field(default_factory=dict)
+    """Number of writers of each counter by name."""
+
+    def add(self, role: type[Role], config: Any, handles: Any) -> None:
+        """Add a role; its index counts the roles of its kind."""
+        index = sum(node.kind == role.kind for node in self.nodes)
+        build = cast("Callable[[Any, Any], Role]", role)
+        self.nodes.append(Node(role.kind, index, build, config, handles))
+
+    def stream(self, name: str, capacity: int) -> tuple[Sender[Any], Receiver[Any]]:
+        """Draw a bounded stream from one role to another; returns its two ends."""
+        if name in self.streams:
+            raise ValueError(f"the stream '{name}' is drawn twice")
+        self.streams[name] = capacity
+        return cast("Sender[Any]", End(name, "sender", capacity)), cast(
+            "Receiver[Any]", End(name, "receiver", capacity)
+        )
+
+    def publisher(self, name: str) -> Publisher[Any]:
+        """Return the writing end of a latest-value edge."""
+        self.latest_values.setdefault(name, 0)
+        return cast("Publisher[Any]", End(name, "publisher"))
+
+    def subscriber(self, name: str) -> Subscriber[Any]:
+        """Return one more reading end of a latest-value edge."""
+        return cast("Subscriber[Any]", End(name, "subscriber", reader=_next(self.latest_values, name)))
+
+    def counter(self, name: str) -> Counter:
+        """Return one more writer's end of a run-wide counter."""
+        return cast("Counter", End(name, "counter", reader=_next(self.counters, name)))
+
+
+def _next(counts: dict[str, int], name: str) -> int:
+    counts[name] = counts.get(name, 0) + 1
+    return counts[name] - 1
+
+
+def open_handles(handles: Any, open_end: Callable[[End], Any]) -> Any:
+    """Return a copy of a handles dataclass with every end opened."""
+
+    def opened(value: Any) -> Any:
+        if isinstance(value, End):
+            return open_end(value)
+        if isinstance(value, tuple):
+            return tuple(opened(item) for item in value)
+        return value
+
+    return dataclasses.replace(
+        handles, **{f.name: opened(getattr(handles, f.name)) for f in dataclasses.fields(handles)}
+    )
+
+
+def ends(handles: Any) -> list[End]:
+    """Return every end that a handles dataclass holds."""
+    found: list[End] = []
+
+    def collect(end: End) -> End:
+        found.append(end)
+        return end
+
+    open_handles(handles, collect)
+    return found

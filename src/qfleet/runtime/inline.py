@@ -1,0 +1,176 @@
+"""The placement for a laptop, a debugger and bit-exact runs: every role in this process, stepped in a fixed order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qfleet.core import codec
+from qfleet.core.protocols import Report
+from qfleet.core.role import State
+from qfleet.runtime import checkpoint
+from qfleet.runtime.graph import End, Graph
+from qfleet.runtime.host import Host, build
+
+Copy = Callable[[Any], Any]
+
+
+class LocalStream:
+    """A bounded queue within one process; both ends at once."""
+
+    def __init__(self, capacity: int, copy: Copy) -> None:
+        self.capacity = capacity
+        self.queue: deque[Any] = deque()
+        self.closed = False
+        self._copy = copy
+
+    def waitable(self) -> None:
+        """Nothing to wait on: the other end is stepped by the same host."""
+
+    def ready(self) -> bool:
+        """Return whether one more message fits."""
+        return len(self.queue) < self.capacity
+
+    def send(self, message: Any) -> None:
+        """Append one message."""
+        if not self.ready():
+            raise RuntimeError("sent into a full stream: ask ready() first")
+        self.queue.append(self._copy(message))
+
+    def receive(self) -> Any | None:
+        """Return the next message, or None."""
+        return self.queue.popleft() if self.queue else None
+
+    def close(self) -> None:
+        """Say that no further message will come."""
+        self.closed = True
+
+    def exhausted(self) -> bool:
+        """Return whether the stream is closed and empty."""
+        return self.closed and not self.queue
+
+
+class LocalLatest:
+    """A latest value within one process: the writing end."""
+
+    def __init__(self, copy: Copy) -> None:
+        self.value: Any = None
+        self.stamp = 0
+        self._copy = copy
+
+    def publish(self, message: Any) -> None:
+        """Replace the value."""
+        self.value = self._copy(message)
+        self.stamp += 1
+
+
+class LocalSubscriber:
+    """A latest value within one process: a reading end."""
+
+    def __init__(self, source: LocalLatest) -> None:
+        self._source = source
+        self.seen = 0
+
+    def waitable(self) -> None:
+        """Nothing to wait on: the other end is stepped by the same host."""
+
+    def latest(self) -> Any | None:
+        """Return the newest value if it was not returned before."""
+        if self.seen == self._source.stamp:
+            return None
+        self.seen = self._source.stamp
+        return self._source.value
+
+
+class LocalCounter:
+    """A run-wide counter within one process."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, amount: int) -> None:
+        """Add to the counter."""
+        self.value += amount
+
+    def total(self) -> int:
+        """Return the value."""
+        return self.value
+
+
+class InlinePlacement:
+    """Runs a graph in this process. `strict` sends every message through the serialiser, as other placements must."""
+
+    name = "inline"
+
+    def __init__(self, graph: Graph, strict: bool = False) -> None:
+        self._copy: Copy = codec.roundtrip if strict else _same
+        self._edges: dict[str, Any] = {}
+        self._subscribers: dict[str, LocalSubscriber] = {}
+        self._host = Host([build(node, self.open) for node in graph.nodes])
+
+    def open(self, end: Any) -> Any:
+        """Return the live handle for an end; the run's monitor opens its own ends here too."""
+        assert isinstance(end, End)
+        if end.side in ("sender", "receiver"):
+            return self._edges.setdefault(end.edge, LocalStream(end.capacity, self._copy))
+        if end.side == "counter":
+            return self._edges.setdefault(end.edge, LocalCounter())
+        source = self._edges.setdefault(end.edge, LocalLatest(self._copy))
+        if end.side == "publisher":
+            return source
+        return self._subscribers.setdefault(f"{end.edge}/{end.reader}", LocalSubscriber(source))
+
+    @property
+    def done(self) -> bool:
+        """Whether every role has finished."""
+        return self._host.done
+
+    def advance(self) -> None:
+        """Let every role do one unit of work."""
+        self._host.round()
+
+    def reports(self) -> list[Report]:
+        """Return what is known of every role now."""
+        return [hosted.report() for hosted in self._host.hosted]
+
+    def save(self, directory: Path) -> None:
+        """Write the state of every role, and of the edges between them, into a directory."""
+        for hosted in self._host.hosted:
+            checkpoint.write_state(directory, hosted.node.name, hosted.role.state_dict())
+        edges: State = {}
+        for name, edge in self._edges.items():
+            if isinstance(edge, LocalStream):
+                edges[name] = list(edge.queue)
+            elif isinstance(edge, LocalLatest):
+                edges[name] = {"value": edge.value, "stamp": edge.stamp}
+            else:
+                edges[name] = edge.value
+        seen = {name: subscriber.seen for name, subscriber in self._subscribers.items()}
+        checkpoint.write_state(directory, "edges", {"edges": edges, "seen": seen})
+
+    def restore(self, directory: Path) -> None:
+        """Continue from what `save` wrote for the same graph; roles close their streams anew."""
+        saved = checkpoint.read_state(directory, "edges")
+        for name, edge in self._edges.items():
+            content = saved["edges"][name]
+            if isinstance(edge, LocalStream):
+                edge.queue = deque(content)
+            elif isinstance(edge, LocalLatest):
+                edge.value, edge.stamp = content["value"], content["stamp"]
+            else:
+                edge.value = content
+        for name, seen in saved["seen"].items():
+            self._subscribers[name].seen = seen
+        for hosted in self._host.hosted:
+            hosted.role.load_state_dict(checkpoint.read_state(directory, hosted.node.name))
+
+    def close(self) -> None:
+        """Close every role."""
+        for hosted in self._host.hosted:
+            hosted.role.close()
+
+
+def _same(message: Any) -> Any:
+    return message

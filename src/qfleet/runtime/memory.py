@@ -1,0 +1,143 @@
+"""The shared-memory folder of a run: files mapped into several processes, gone when their owner is.
+
+A file under the system's shared-memory folder is used instead of `multiprocessing.shared_memory`, which Python 3.11
+unlinks when any attached process exits.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from qfleet.core.errors import QfleetError
+from qfleet.runtime import framing
+from qfleet.runtime.framing import Buffer, Frame
+
+
+class RunFolder:
+    """The shared-memory folder of one run; belongs to this process for as long as its lock is held."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        root = root or shared_memory_root()
+        remove_leftovers(root)
+        name = f"qfleet-{os.getpid()}-{secrets.token_hex(4)}"
+        hidden = root / f".{name}"
+        hidden.mkdir(mode=0o700)
+        self._lock = os.open(hidden / "owner", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path = hidden.rename(root / name)  # visible to others only when locked
+
+    def remove(self) -> None:
+        """Delete the folder and everything in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def shared_memory_root() -> Path:
+    """Return the folder that lies in memory, or the temporary folder where a system has none."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() else Path(tempfile.gettempdir())
+
+
+def remove_leftovers(root: Path) -> list[Path]:
+    """Delete the folders of runs whose owner is dead; returns them.
+
+    The owner's lock says whether it lives: the kernel drops it on any death, and unlike a process number it is never
+    reused and means the same in every container.
+    """
+    removed = []
+    for folder in root.glob("qfleet-*"):
+        try:
+            lock = os.open(folder / "owner", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # another user's, or being removed right now
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(lock)
+    return removed
+
+
+def create(path: Path, nbytes: int) -> Buffer:
+    """Map a new file; its memory is reserved now: a full folder would later be a bus error, not an exception."""
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+    except OSError as error:
+        path.unlink()
+        if error.errno != errno.ENOSPC:
+            raise
+        free = shutil.disk_usage(path.parent).free
+        raise QfleetError(
+            f"shared memory is full: {nbytes / 1e6:.1f} MB more are needed and {free / 1e6:.1f} MB are free in "
+            f"{path.parent.parent}; make it larger (docker run --shm-size=...) or lower a stream's capacity"
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+def attach(path: Path) -> Buffer:
+    """Map an existing file."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
+    finally:
+        os.close(descriptor)
+
+
+class SlotWriter:
+    """Writes frames into one slot, a file that is made anew under the next generation when a frame outgrows it."""
+
+    def __init__(self, stem: Path, generation: int = 0) -> None:
+        self._stem = stem
+        self.generation = generation
+        self._buffer: Buffer = np.empty(0, np.uint8)
+
+    def write(self, frame: Frame) -> Buffer:
+        """Write a frame; returns the bytes as they lie in the slot."""
+        if frame.nbytes > self._buffer.size:
+            old = _generation_path(self._stem, self.generation)
+            self._buffer = create(_generation_path(self._stem, self.generation + 1), _roomy(frame.nbytes))
+            self.generation += 1
+            old.unlink(missing_ok=True)
+        written = self._buffer[: frame.nbytes]
+        frame.write(written)
+        return written
+
+
+class SlotReader:
+    """Copies frames out of one slot."""
+
+    def __init__(self, stem: Path) -> None:
+        self._stem = stem
+        self._generation = 0
+        self._buffer: Buffer = np.empty(0, np.uint8)
+
+    def read(self, generation: int, nbytes: int) -> Buffer:
+        """Return a copy of the frame that was written there."""
+        if generation != self._generation:
+            self._buffer = attach(_generation_path(self._stem, generation))
+            self._generation = generation
+        return framing.copy(self._buffer[:nbytes])
+
+
+def _generation_path(stem: Path, generation: int) -> Path:
+    return stem.with_name(f"{stem.name}.{generation}")
+
+
+def _roomy(nbytes: int) -> int:
+    """Return a file size with a quarter to spare, in whole pages."""
+    return -(-nbytes * 5 // (4 * mmap.PAGESIZE)) * mmap.PAGESIZE

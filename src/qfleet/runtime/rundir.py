@@ -1,0 +1,85 @@
+"""A run's directory: where its files are, and the lock that keeps a second process out while one is using it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from qfleet.core.errors import ConfigError
+
+
+class RunDir:
+    """Paths of one run; a context manager that holds the directory's lock."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.summary = path / "summary.json"
+        self._lock: int | None = None
+        self._made = False
+
+    @classmethod
+    def create(cls, path: Path) -> RunDir:
+        """Make the directory for a new run; refuses one that holds a run already."""
+        run = cls(path)
+        if run.config.exists():
+            raise ConfigError(
+                f"{path} already holds a run: go on with `qfleet resume {path}`, or choose another --run-dir"
+            )
+        try:
+            run._made = not path.exists()
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run directory {path} cannot be made: {error.strerror}") from error
+        return run
+
+    @classmethod
+    def existing(cls, path: Path) -> RunDir:
+        """Return the directory of an earlier run; refuses one that holds none."""
+        run = cls(path)
+        if not run.config.is_file():
+            raise ConfigError(f"{path} holds no run: there is no config.yaml in it")
+        return run
+
+    def __enter__(self) -> RunDir:
+        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
+            os.close(descriptor)
+            raise ConfigError(
+                f"{self.path} is in use by process {owner}; wait for it, stop it, or choose another --run-dir"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        self._lock = descriptor
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._made and getattr(error, "exit_code", 0) == ConfigError.exit_code and not self.checkpoints.exists():
+            shutil.rmtree(self.path)  # refused before it began: leave nothing behind
+        if self._lock is not None:
+            os.close(self._lock)  # the kernel gives the lock back, as it does when the process dies
+            self._lock = None
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json, complete or not at all."""
+        write_atomically(self.summary, json.dumps(summary, indent=1) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file by a new version in one step."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    os.replace(partial, path)

@@ -1,0 +1,164 @@
+"""A role alone in a process or actor of its own: steps it, and between steps obeys the supervisor's commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from qfleet.core.errors import CheckpointError, QfleetError, RoleFailure
+from qfleet.core.protocols import Report
+from qfleet.runtime import checkpoint
+from qfleet.runtime.graph import End, Node
+from qfleet.runtime.host import Host, Wait, build
+
+Command = Literal["run", "pause", "save", "restore", "stop"]
+
+_LONGEST_WAIT_S = 1.0
+_REPORT_S = 0.2
+"""How old the metrics of a working role may get."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker tells its supervisor: a command carried out, "built", "done", "failed" or "died"."""
+
+    what: str
+    cause: str = ""
+    """Of a failure: what a person reads."""
+    exit_code: int = 0
+    """Of a failure: that of the error, so that a mistake of the user's stays one."""
+    trace: str = ""
+    """Of a failure: where it happened."""
+
+
+def failed(error: Exception) -> Answer:
+    """Return the answer that tells of an error."""
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, RoleFailure):
+        return Answer("failed", error.cause, error.exit_code, trace)
+    if isinstance(error, QfleetError):
+        return Answer("failed", str(error), error.exit_code, trace)
+    return Answer("failed", f"{type(error).__name__}: {error}", QfleetError.exit_code, trace)
+
+
+class OpenEnds:
+    """The ends that one role, or the caller, has opened: each end keeps its own part of an edge's state."""
+
+    def __init__(self, open_end: Callable[[End], Any]) -> None:
+        self._open_end = open_end
+        self._opened: dict[str, Any] = {}
+
+    def open(self, end: End) -> Any:
+        """Return the live handle of an end; the same one each time."""
+        key = f"{end.edge}/{end.side}/{end.reader}"
+        if key not in self._opened:
+            self._opened[key] = self._open_end(end)
+        return self._opened[key]
+
+    def save(self, directory: Path, owner: str) -> None:
+        """Write the state of all ends; everything is paused, so that both ends of an edge agree."""
+        checkpoint.write_state(directory, f"{owner}.ends", {key: end.state() for key, end in self._opened.items()})
+
+    def restore(self, directory: Path, owner: str) -> None:
+        """Continue from what `save` wrote."""
+        saved = checkpoint.read_state(directory, f"{owner}.ends")
+        for key, end in self._opened.items():
+            if key not in saved:
+                raise CheckpointError(f"{directory} knows no edge '{key}': it was made by a differently arranged run")
+            end.load(saved[key])
+
+
+class Worker:
+    """Runs one role. `run` is called by one thread; `command` and `report` may be called by another one."""
+
+    def __init__(
+        self, node: Node, open_end: Callable[[End], Any], wait: Wait, answer: Callable[[Answer | Report], None]
+    ) -> None:
+        self._node = node
+        self._ends = OpenEnds(open_end)
+        self._wait = wait
+        self._answer = answer
+        self._commands: deque[tuple[Command, str]] = deque()
+        self._report = Report(node.kind, node.index, "starting", {}, 0.0, {})
+        self._report_due = 0.0
+        self._host: Host | None = None
+        self._running = False
+        self._told_done = False
+
+    def command(self, name: Command, argument: str) -> None:
+        """Queue a command; the caller must then wake `wait`."""
+        self._commands.append((name, argument))
+
+    def report(self) -> Report:
+        """Return the newest report, with the phase that the role is in at this moment, even if it is blocked."""
+        phase = self._host.hosted[0].role.phase if self._host else "starting"
+        return dataclasses.replace(self._report, phase=phase)
+
+    def run(self) -> None:
+        """Build the role and step it until told to stop; a failure is answered, not raised."""
+        try:
+            self._host = Host([build(self._node, self._ends.open)], self._wait)
+            self._answer(Answer("built"))
+            while self._obey(self._host):
+                self._round(self._host, _LONGEST_WAIT_S)
+        except Exception as error:
+            self._answer(failed(error))
+        finally:
+            if self._host is not None:
+                self._host.hosted[0].role.close()
+
+    def _obey(self, host: Host) -> bool:
+        """Carry out what was commanded, and wait here unless the role is to run; returns whether to go on."""
+        while self._commands or not self._running or host.done:
+            if not self._commands:
+                self._wait((), _LONGEST_WAIT_S)
+                continue
+            name, argument = self._commands.popleft()
+            if name == "stop":
+                return False
+            self._carry_out(host, name, argument)
+            self._answer(Answer(name))
+        return True
+
+    def _carry_out(self, host: Host, name: Command, argument: str) -> None:
+        role, directory = host.hosted[0].role, Path(argument)
+        if name == "run":
+            self._running = True
+        elif name == "pause" and self._running:
+            self._running = False
+        elif name == "pause" and not host.done:
+            # Another role cannot come to its pause without this one (a collective): give it one more round.
+            self._round(host, 0.0)
+        elif name == "save":
+            checkpoint.write_state(directory, self._node.name, role.state_dict())
+            self._ends.save(directory, self._node.name)
+        elif name == "restore":
+            role.load_state_dict(checkpoint.read_state(directory, self._node.name))
+            self._ends.restore(directory, self._node.name)
+
+    def _round(self, host: Host, longest_wait: float) -> None:
+        host.round(longest_wait)
+        now = time.monotonic()
+        if now >= self._report_due or host.done:
+            self._report_due = now + _REPORT_S
+            self._report = host.hosted[0].report()
+        if host.done and not self._told_done:
+            self._told_done = True
+            self._answer(self._report)
+            self._answer(Answer("done"))
+
+
+def set_threads(count: int) -> None:
+    """Bound the thread pools of this process, of libraries it loads later, and of processes it starts."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        os.environ[variable] = str(count)
+    torch.set_num_threads(count)

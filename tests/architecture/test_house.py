@@ -1,0 +1,101 @@
+"""The house stays in order: who may name what, what an import loads, what each file says of itself."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "qfleet"
+FILES = sorted(SOURCE.rglob("*.py"))
+OPTIONAL = (
+    "ray",
+    "numba",
+    "ale_py",
+    "envpool",
+    "PIL",
+    "pygame",
+    "matplotlib",
+    "tensorboard",
+    "wandb",
+    "optuna",
+    "Box2D",
+)
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level packages that a file names anywhere."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def test_ray_is_named_in_one_file():
+    assert [str(f.relative_to(SOURCE)) for f in FILES if "ray" in imported(f)] == ["runtime/ray.py"]
+
+
+def test_multiprocessing_is_named_in_two_files():
+    users = {str(f.relative_to(SOURCE)) for f in FILES if "multiprocessing" in imported(f)}
+    assert users <= {"runtime/processes.py", "runtime/channels.py"}
+
+
+def test_tyro_and_rich_are_named_in_the_command_line_only():
+    users = {f.relative_to(SOURCE).parts[0] for f in FILES if imported(f) & {"tyro", "rich"}}
+    assert users <= {"cli"}
+
+
+def test_nothing_a_user_passes_is_unpickled():
+    """Pickle moves our own classes between our own processes; no other file names it, and torch.load is never used."""
+    users = {str(f.relative_to(SOURCE)) for f in FILES if imported(f) & {"pickle", "cloudpickle", "dill", "joblib"}}
+    assert users <= {"runtime/processes.py", "runtime/ray.py"}
+    dangerous = re.compile(r"(?<!safetensors\.)torch\.(load|save)\(|allow_pickle=True|yaml\.(unsafe_)?load\(")
+    assert not [f for f in FILES if dangerous.search(f.read_text())]
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_training_loads_no_optional_dependency():
+    code = f"import sys, qfleet.api; print([m for m in {OPTIONAL!r} if m in sys.modules])"
+    assert run_python(code).strip() == "[]"
+
+
+def test_import_qfleet_loads_not_even_torch():
+    assert run_python("import sys, qfleet; print('torch' in sys.modules)").strip() == "False"
+
+
+def test_public_names_exist():
+    import qfleet
+
+    assert all(hasattr(qfleet, name) for name in qfleet.__all__)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_every_file_says_what_it_is_for(path):
+    doc = ast.get_docstring(ast.parse(path.read_text()))
+    assert doc
+    assert len(doc.splitlines()[0]) <= 130
+
+
+@pytest.mark.parametrize("name", ["actor", "replay_shard", "learner", "weight_store", "evaluator"])
+def test_role_files_open_with_what_they_receive_send_and_wait_for(name):
+    doc = ast.get_docstring(ast.parse((SOURCE / "roles" / f"{name}.py").read_text())) or ""
+    assert all(line in doc for line in ("Receives: ", "Sends: ", "Waits for: "))
+
+
+def test_each_trap_has_a_test():
+    """DESIGN's list of mistakes that have bitten well-known libraries; 3, 12, 16 and 19 are told by their words."""
+    text = "\n".join(p.read_text() for p in Path(__file__).parents[1].rglob("test_*.py"))
+    named = {
+        int(n) for group in re.findall(r"def test_traps?_((?:\d+_(?:and_)?)+)", text) for n in re.findall(r"\d+", group)
+    }
+    assert set(range(1, 20)) <= named, f"no test is named after trap {sorted(set(range(1, 20)) - named)}"

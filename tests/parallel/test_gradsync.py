@@ -1,0 +1,60 @@
+"""Gradient groups of real processes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from summing_role import Handles, Settings, Summing, gradient
+
+from qfleet.parallel.gradsync import GradientGroup
+from qfleet.runtime.graph import Graph
+from qfleet.runtime.processes import ProcessPlacement
+
+
+def run_group(size: int, rendezvous: str, deserter: int = -1) -> list[Any]:
+    """Return what each rank sent."""
+    graph = Graph()
+    inlets: list[Any] = []
+    for rank in range(size):
+        outlet, inlet = graph.stream(f"results-{rank}", 1)
+        inlets.append(inlet)
+        graph.add(Summing, Settings(rank, size, rendezvous, deserter), Handles(outlet))
+    placement = ProcessPlacement(graph)
+    try:
+        until = time.monotonic() + 60
+        while not placement.done:
+            assert time.monotonic() < until, placement.reports()
+            placement.advance()
+        return [placement.open(inlet).receive() for inlet in inlets]
+    finally:
+        placement.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_group_of_real_processes_sums_in_double_precision(size: int, tmp_path: Path) -> None:
+    results = run_group(size, f"file://{tmp_path}/meet")
+    expected = torch.stack([gradient(rank) for rank in range(size)]).sum(0)
+    for summed, told in results:
+        torch.testing.assert_close(summed, expected, rtol=0, atol=1e-12)
+        assert torch.equal(summed, results[0][0]), "the same bits on every rank"
+        assert torch.equal(told, gradient(size - 1, torch.float32))
+
+
+def test_rank_that_left_is_one_clear_error_not_a_hang(tmp_path: Path) -> None:
+    results = run_group(2, f"file://{tmp_path}/meet", deserter=1)
+    assert "rank 0 of 2: all-reduce failed, another rank may be gone" in results[0].text
+    assert results[1] is None
+
+
+def test_rank_outside_the_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank 2 is not one of a group of 2"):
+        GradientGroup(2, 2, "file:///nowhere", 1.0)
+
+
+def test_nobody_else_comes_is_an_error_within_the_timeout(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionError, match="rank 0 of 2: meeting"):
+        GradientGroup(0, 2, f"file://{tmp_path}/meet", 0.5)

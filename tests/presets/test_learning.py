@@ -1,0 +1,78 @@
+"""Algorithms learn what they should: a fixed seed, a stated budget, and unseen episodes to judge by."""
+
+from __future__ import annotations
+
+import gymnasium
+import numpy as np
+import pytest
+
+import qfleet.api as api
+from qfleet.presets import preset
+from qfleet.presets.algorithms import ALGORITHMS, apply
+
+FAST = ("dqn", "rainbow", "pqn")
+CATCH_SCORE = 0.8
+"""Nine balls in ten are caught; a random paddle scores about -0.6."""
+
+
+def catch_score(algo: str, directory, env_steps: int = 20_000, **changes) -> float:
+    """Train on Catch until three evaluations in a row are perfect, or to the budget; score of 100 unseen episodes."""
+    experiment = apply(preset("catch"), algo)
+    if algo in ("iqn", "beyond"):  # fewer fractions than published, for the time this takes on one core
+        changes |= {"agent.head.taus": 8, "agent.head.target_taus": 8, "agent.head.acting_taus": 8}
+    run = api.train(experiment, seed=1, run_dir=directory / algo, env_steps=env_steps, **changes)
+    return run.summary["eval"]["mean"]
+
+
+@pytest.mark.parametrize("algo", FAST)
+def test_three_algorithms_learn_catch(algo, tmp_path):
+    assert catch_score(algo, tmp_path) >= CATCH_SCORE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", [name for name in ALGORITHMS if name not in (*FAST, "tabular")])
+def test_every_algorithm_learns_catch(algo, tmp_path):
+    assert catch_score(algo, tmp_path, env_steps=30_000) >= CATCH_SCORE
+
+
+@pytest.mark.slow
+def test_cartpole_is_solved_and_the_kept_model_holds(tmp_path):
+    summary = api.train("cartpole", seed=1, run_dir=tmp_path / "run").summary
+    assert summary["solved"]
+    assert summary["eval"]["episodes"] == 100
+    assert summary["eval"]["mean"] >= 475
+
+
+def test_the_mazes_table_equals_value_iteration(tmp_path):
+    run = api.train("maze", seed=3, run_dir=tmp_path / "run", **{"evaluation.target": None})
+    maze = gymnasium.make("qfleet/Maze-v0").unwrapped
+    model = maze.model()
+    cell, _ = maze.reset(seed=0)
+    reached, open_cells = {cell}, [cell]
+    while open_cells:
+        here = open_cells.pop()
+        for there, ends in zip(model.next_state[here].tolist(), model.terminal[here], strict=True):
+            if not ends and there not in reached:
+                reached.add(there)
+                open_cells.append(there)
+    cells = np.array(sorted(reached))
+    learned = api.load(run.dir).q(cells)
+    assert np.abs(learned - model.optimal_q(gamma=0.9)[cells]).max() < 1e-3
+    assert run.summary["eval"]["mean"] == 0.0
+
+
+def test_pong_runs_on_the_compressed_tier(tmp_path):
+    pytest.importorskip("ale_py")
+    experiment = preset("atari:pong")
+    assert experiment.replay.storage.kind == "lz4"
+    small = {
+        "env_steps": 320,
+        "actor.envs": 2,
+        "replay.capacity": 4_000,
+        "learner.learning_starts": 160,
+        "learner.train_period": 16.0,
+        "evaluation": {"every": 300, "episodes": 1, "test_episodes": 1, "envs": 1, "max_episode_steps": 20},
+    }
+    summary = api.train(experiment, seed=1, run_dir=tmp_path / "run", **small).summary
+    assert summary["env_steps"] >= 320
+    assert summary["updates"] == 10

@@ -1,0 +1,50 @@
+"""Short runs for tests of whole programs."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import qfleet.api as api
+from qfleet.control.monitor import Callbacks
+from qfleet.experiment import Experiment, with_changes
+from qfleet.presets import preset
+from qfleet.presets.algorithms import apply
+
+
+def short(algo: str = "dqn", name: str = "cartpole", env_steps: int = 1200, **changes: Any) -> Experiment:
+    """A preset cut down to seconds."""
+    small = {
+        "env_steps": env_steps,
+        "evaluation": {"every": 500, "episodes": 2, "envs": 2, "test_episodes": 2, "target": None},
+        "learner.learning_starts": 200,
+        "learner.batch_size": 32,
+        "checkpoint.every": 450,
+    }
+    return with_changes(apply(preset(name), algo), {**small, **changes})
+
+
+def stop_at(env_steps: int) -> Callbacks:
+    """Callbacks that end a run at its first step at or beyond `env_steps`."""
+
+    def on_step(metrics: dict[str, Any], stop: Any) -> None:
+        if metrics["env_steps"] >= env_steps:
+            stop()
+
+    return Callbacks(on_step=on_step)
+
+
+def fingerprint(run: api.Run) -> dict[str, str]:
+    """Hashes of the kept model and of every file of the last checkpoint."""
+    last = sorted((run.dir / "checkpoints").iterdir())[-1]
+    files = [
+        run.dir / "model" / "model.safetensors",
+        *sorted(last.glob("*.safetensors")),
+        *sorted(last.glob("*.msgpack")),
+    ]
+    return {f"{path.parent.name}/{path.name}": _sha256(path) for path in files}
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

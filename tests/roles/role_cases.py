@@ -1,0 +1,66 @@
+"""What the tests of roles share: small settings, and handles that remember what was sent."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from qfleet.core.spec import PLAIN, EnvSpec, LeafSpec
+from qfleet.core.types import Batch, Version
+
+SPEC = EnvSpec(name="toy", observations={PLAIN: LeafSpec(shape=(3,), dtype="float32")}, actions=2)
+
+
+class Edge:
+    """A stream, a latest value and a counter in one, without a runtime."""
+
+    def __init__(self, messages: Any = (), capacity: int = 1000) -> None:
+        self.queue, self.capacity, self.closed, self.count = deque(messages), capacity, False, 0
+
+    def waitable(self) -> None:
+        return None
+
+    def ready(self) -> bool:
+        return len(self.queue) < self.capacity
+
+    def send(self, message: Any) -> None:
+        assert self.ready()
+        self.queue.append(message)
+
+    publish = send
+
+    def receive(self) -> Any:
+        return self.queue.popleft() if self.queue else None
+
+    latest = receive
+
+    def close(self) -> None:
+        self.closed = True
+
+    def exhausted(self) -> bool:
+        return self.closed and not self.queue
+
+    def add(self, amount: int) -> None:
+        self.count += amount
+
+    def total(self) -> int:
+        return self.count
+
+
+def random_batch(rng: np.random.Generator, size: int = 16, reward: float | None = None) -> Batch:
+    """A batch for SPEC; `reward` replaces every reward (NaN, say)."""
+    rewards = rng.normal(size=size).astype(np.float32) if reward is None else np.full(size, reward, np.float32)
+    return Batch(
+        observation={PLAIN: rng.normal(size=(size, 3)).astype(np.float32)},
+        action=rng.integers(2, size=size),
+        reward=rewards,
+        discount=np.full(size, 0.99, np.float32),
+        next_observation={PLAIN: rng.normal(size=(size, 3)).astype(np.float32)},
+        weight=rng.uniform(0.5, 1, size).astype(np.float32),
+        index=np.arange(size),
+        generation=np.zeros(size, np.int64),
+        version=Version(0, 0),
+        global_size=size,
+    )

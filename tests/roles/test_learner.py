@@ -1,0 +1,137 @@
+"""The learner: what it publishes, what it does with updates that are not finite, and how ranks share a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from role_cases import SPEC, Edge, random_batch
+
+from qfleet.algo.agent import ReplayAgent
+from qfleet.algo.optim import AdamConfig
+from qfleet.algo.torsos import MlpConfig
+from qfleet.core.errors import QfleetError
+from qfleet.core.role import DONE, WORKED, Idle
+from qfleet.core.types import Version
+from qfleet.core.usercode import UserCode
+from qfleet.roles.learner import Learner, LearnerConfig, LearnerHandles, LearnerSetup
+
+
+def make_learner(**settings: object) -> tuple[Learner, dict[str, Edge]]:
+    edges = {
+        name: Edge()
+        for name in ("batches", "priorities", "weights", "models", "events", "score", "env_steps", "updates")
+    }
+    setup = LearnerSetup(
+        learner=LearnerConfig(**settings),
+        network=MlpConfig(hidden=(8,)),
+        agent=ReplayAgent(),
+        optim=AdamConfig(),
+        spec=SPEC,
+        seed=0,
+        total_updates=100,
+        evaluate_every=1000,
+        device="cpu",
+        group=None,
+        warm_start=None,
+        warm_start_part="all",
+        code=UserCode(),
+    )
+    handles = LearnerHandles(**{**edges, "batches": (edges["batches"],)})
+    return Learner(setup, handles), edges
+
+
+def test_weights_are_published_when_there_is_nothing_to_learn_and_only_once():
+    learner, edges = make_learner()
+    assert learner.step() == WORKED
+    assert edges["weights"].queue[0].version == Version(0, 0)
+    assert isinstance(learner.step(), Idle)
+    edges["batches"].send(random_batch(np.random.default_rng(0)))
+    assert learner.step() == WORKED  # learns
+    assert len(edges["weights"].queue) == 1
+    assert learner.step() == WORKED  # publishes
+    first, second = edges["weights"].queue
+    assert second.version == Version(0, 1)
+    assert not np.array_equal(first.flat, second.flat)
+
+
+def test_a_busy_learner_publishes_too():
+    learner, edges = make_learner(publish_period=2)
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        edges["batches"].send(random_batch(rng))
+    for _ in range(6):
+        learner.step()
+    assert [w.version.number for w in edges["weights"].queue] == [2, 4, 6]
+
+
+def test_nan_in_a_loss_skips_the_update_and_names_it():
+    learner, edges = make_learner()
+    learner.step()
+    before = edges["weights"].queue[-1].flat
+    edges["batches"].send(random_batch(np.random.default_rng(0), reward=np.nan))
+    learner.step()
+    assert edges["updates"].count == 0
+    assert len(edges["priorities"].queue) == 0
+    assert "update 1" in edges["events"].queue[0].text
+    learner.step()
+    assert np.array_equal(before, edges["weights"].queue[-1].flat)
+    assert learner.metrics()["skipped_updates"] == 1
+
+
+def test_three_nan_updates_in_a_row_stop_the_run_and_a_good_one_between_does_not():
+    learner, edges = make_learner()
+    rng = np.random.default_rng(0)
+    for reward in (np.nan, np.nan, 0.5, np.nan, np.nan):
+        edges["batches"].send(random_batch(rng, reward=reward))
+        learner.step()
+    edges["batches"].send(random_batch(rng, reward=np.nan))
+    with pytest.raises(QfleetError, match="3 updates in a row were not finite"):
+        learner.step()
+
+
+def test_a_model_is_offered_once_for_each_evaluation_period_and_at_the_end():
+    learner, edges = make_learner()
+    edges["env_steps"].count = 2500
+    learner.step()
+    learner.step()
+    assert [w.env_steps for w in edges["models"].queue] == [2500]
+    edges["batches"].close()
+    while learner.step() != DONE:
+        pass
+    assert len(edges["models"].queue) == 2
+    assert edges["models"].closed
+
+
+def test_a_restored_learner_makes_the_same_updates():
+    rng = np.random.default_rng(1)
+    batches = [random_batch(rng) for _ in range(6)]
+    whole, edges = make_learner()
+    for batch in batches:
+        edges["batches"].send(batch)
+        whole.step()
+    part, part_edges = make_learner()
+    for batch in batches[:3]:
+        part_edges["batches"].send(batch)
+        part.step()
+    rest, rest_edges = make_learner()
+    rest.load_state_dict(part.state_dict())
+    for batch in batches[3:]:
+        rest_edges["batches"].send(batch)
+        rest.step()
+    expected, found = whole.state_dict()["update"]["step"]["weights"], rest.state_dict()["update"]["step"]["weights"]
+    assert np.array_equal(expected, found)
+
+
+def test_a_batch_without_global_size_counts_itself():
+    with_size, edges_a = make_learner()
+    without, edges_b = make_learner()
+    batch = random_batch(np.random.default_rng(2))
+    edges_a["batches"].send(batch)
+    edges_b["batches"].send(dataclasses.replace(batch, global_size=0))
+    with_size.step()
+    without.step()
+    assert np.array_equal(
+        with_size.state_dict()["update"]["step"]["weights"], without.state_dict()["update"]["step"]["weights"]
+    )

@@ -1,0 +1,135 @@
+"""The replay shard: its rate, how a batch is shared among ranks, and when it ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from role_cases import SPEC, Edge
+
+from qfleet.algo.schedules import Schedule
+from qfleet.core.role import DONE, Idle
+from qfleet.core.spec import PLAIN
+from qfleet.core.types import Experience, Version
+from qfleet.replay import PrioritisedConfig, ReplayConfig
+from qfleet.roles.replay_shard import ReplayShard, ShardHandles, ShardSetup
+
+
+def experience(sequence: int, streams: int = 4, source: str = "actor-0") -> Experience:
+    rows = streams
+    return Experience(
+        source=source,
+        sequence=sequence,
+        version=Version(0, sequence),
+        offsets=np.array([0, rows]),
+        stream=np.arange(rows),
+        observation={PLAIN: np.full((rows, 3), sequence, np.float32)},
+        action=np.zeros(rows, np.int64),
+        reward=np.ones(rows, np.float32),
+        terminated=np.zeros(rows, bool),
+        truncated=np.zeros(rows, bool),
+        final=np.zeros(rows, bool),
+    )
+
+
+def make_shard(
+    ranks: int = 1, train_period: float = 4.0, learning_starts: int = 8, batch_size: int = 6
+) -> tuple[ReplayShard, ShardHandles]:
+    setup = ShardSetup(
+        replay=ReplayConfig(capacity=1000, sampler=PrioritisedConfig()),
+        spec=SPEC,
+        streams=4,
+        n_step=1,
+        gamma=0.9,
+        normalise_rewards=False,
+        batch_size=batch_size,
+        train_period=train_period,
+        learning_starts=learning_starts,
+        beta=Schedule(start=0.5),
+        seed=0,
+        index=0,
+        directory=None,
+    )
+    handles = ShardHandles(
+        experience=(Edge(),),
+        priorities=(Edge(),),
+        batches=tuple(Edge(capacity=1) for _ in range(ranks)),
+        env_steps=Edge(),
+        inserts=Edge(),
+        samples=Edge(),
+    )
+    return ReplayShard(setup, handles), handles
+
+
+@settings(deadline=None, max_examples=30)
+@given(period=st.sampled_from([0.5, 1.0, 3.0, 4.0, 10.0]), starts=st.integers(1, 40), messages=st.integers(1, 40))
+def test_updates_per_env_step_are_the_train_period_whatever_the_order(period, starts, messages):
+    shard, handles = make_shard(train_period=period, learning_starts=starts)
+    for sequence in range(messages):
+        handles.experience[0].send(experience(sequence))
+    handles.experience[0].close()
+    drawn = 0
+    while shard.step() != DONE:
+        drawn += handles.batches[0].receive() is not None
+    inserted = handles.inserts.count
+    assert inserted == 4 * messages
+    owed = max(0.0, inserted - starts) / period
+    assert drawn == handles.samples.count
+    assert abs(drawn - owed) <= 1 or inserted <= starts + 4
+
+
+def test_trap_13_updates_owed_before_the_first_window_is_complete_do_not_stop_the_filling():
+    shard, handles = make_shard(train_period=0.5, learning_starts=1)
+    for sequence in range(2):
+        handles.experience[0].send(experience(sequence))
+    for _ in range(5):
+        shard.step()
+    assert handles.inserts.count == 8
+    assert handles.samples.count == 1
+
+
+def test_trap_14_a_shard_never_draws_ahead_of_a_full_stream():
+    shard, handles = make_shard()
+    for sequence in range(20):
+        handles.experience[0].send(experience(sequence))
+    for _ in range(50):
+        status = shard.step()
+    assert isinstance(status, Idle)
+    assert status.reason == "the learner has not taken its batch"
+    assert handles.samples.count == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_share_one_draw_without_gap_or_overlap(ranks):
+    alone, alone_handles = make_shard()
+    shared, shared_handles = make_shard(ranks=ranks)
+    for shard, handles in ((alone, alone_handles), (shared, shared_handles)):
+        for sequence in range(4):
+            handles.experience[0].send(experience(sequence))
+            shard.step()
+    whole = alone_handles.batches[0].receive()
+    parts = [edge.receive() for edge in shared_handles.batches]
+    assert sorted(np.concatenate([part.index for part in parts])) == sorted(whole.index)
+    assert all(part.global_size == len(whole.index) == 6 for part in parts)
+    assert max(len(p.index) for p in parts) - min(len(p.index) for p in parts) <= 1
+    for rank, part in enumerate(parts):
+        assert np.array_equal(part.weight, whole.weight[rank::ranks])
+        assert np.array_equal(part.observation[PLAIN], whole.observation[PLAIN][rank::ranks])
+
+
+def test_a_message_sent_twice_is_stored_once():
+    shard, handles = make_shard()
+    handles.experience[0].send(experience(0))
+    handles.experience[0].send(experience(0))
+    shard.step()
+    shard.step()
+    assert handles.inserts.count == 4
+
+
+def test_batches_name_the_newest_weights_that_fed_the_shard():
+    shard, handles = make_shard()
+    for sequence in range(3):
+        handles.experience[0].send(experience(sequence))
+        shard.step()
+    assert handles.batches[0].receive().version == Version(0, 2)

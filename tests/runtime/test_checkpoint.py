@@ -1,0 +1,131 @@
+"""Checkpoints on disk: whole or absent, and never loaded when anything about them is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qfleet.core.errors import CheckpointError
+from qfleet.runtime import checkpoint
+
+
+def save(root: Path, env_steps: int, keep: int = 10) -> Path:
+    state = {"weights": np.arange(100, dtype=np.float32) + env_steps, "count": env_steps, "name": "x", "none": None}
+    return checkpoint.save(root, env_steps, lambda d: checkpoint.write_state(d, "learner-0", state), {"mood": 1}, keep)
+
+
+def test_states_come_back_as_they_were(tmp_path):
+    state = {
+        "scalar": np.array(1.5, np.float32),
+        "empty": np.zeros((0, 3), np.int64),
+        "transposed": np.arange(6).reshape(2, 3).T,
+        "flags": np.array([True, False]),
+        "tensor": torch.arange(4, dtype=torch.bfloat16),
+        "nested": {"list": [1, (2, None)], "rng": np.random.default_rng(1).bit_generator.state},
+        3: "integer key",
+    }
+    checkpoint.write_state(tmp_path, "role", state)
+    found = checkpoint.read_state(tmp_path, "role")
+    assert found.keys() == state.keys()
+    for name in ("scalar", "empty", "transposed", "flags"):
+        assert found[name].shape == state[name].shape
+        assert np.array_equal(found[name], state[name])
+    assert torch.equal(found["tensor"], state["tensor"])
+    assert found["nested"] == state["nested"]
+
+
+def test_the_newest_complete_one_wins_and_old_ones_go(tmp_path):
+    for step in (10, 20, 30):
+        save(tmp_path, step, keep=2)
+    assert [p.name for p in checkpoint.complete(tmp_path)] == ["000000000020", "000000000030"]
+    directory, manifest, skipped = checkpoint.newest_good(tmp_path)
+    assert (directory.name, manifest["env_steps"], manifest["mood"], skipped) == ("000000000030", 30, 1, [])
+
+
+def test_one_that_was_being_written_is_never_seen(tmp_path):
+    save(tmp_path, 10)
+
+    def interrupted(directory: Path) -> None:
+        checkpoint.write_state(directory, "learner-0", {"weights": np.ones(3)})
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, 20, interrupted, {}, 5)
+    assert checkpoint.newest_good(tmp_path)[0].name == "000000000010"
+    save(tmp_path, 20)
+    assert checkpoint.newest_good(tmp_path)[0].name == "000000000020"
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_any_flipped_bit_or_lost_byte_is_noticed_named_and_skipped(tmp_path_factory, data):
+    root = tmp_path_factory.mktemp("checkpoints")
+    save(root, 10)
+    newest = save(root, 20)
+    victim = data.draw(st.sampled_from(sorted(p.name for p in newest.iterdir())))
+    content = bytearray((newest / victim).read_bytes())
+    if data.draw(st.booleans()):
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
+    else:
+        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    (newest / victim).write_bytes(bytes(content))
+    try:
+        directory, manifest, skipped = checkpoint.newest_good(root)
+    except CheckpointError:
+        pytest.fail("the older checkpoint is good")
+    if directory == newest:
+        # Only white space or the free text of the manifest may change without being noticed.
+        assert victim == checkpoint.MANIFEST
+        assert manifest["files"] == json.loads((newest / checkpoint.MANIFEST).read_text())["files"]
+    else:
+        assert directory.name == "000000000010"
+        assert str(newest) in skipped[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[]", "not a qfleet manifest"),
+        ('{"format": 99, "files": {}, "env_steps": 1}', "format 99"),
+        ("\x00", "not a qfleet"),
+    ],
+)
+def test_foreign_files_are_refused(tmp_path, text, complaint):
+    directory = tmp_path / "000000000005"
+    directory.mkdir()
+    (directory / checkpoint.MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError, match=complaint):
+        checkpoint.newest_good(tmp_path)
+
+
+def test_a_manifest_cannot_name_files_outside_its_directory(tmp_path):
+    (tmp_path / "secret").write_text("x")
+    newest = save(tmp_path / "root", 5)
+    manifest = json.loads((newest / checkpoint.MANIFEST).read_text())
+    manifest["files"]["../../secret"] = "0" * 64
+    (newest / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="missing from the checkpoint"):
+        checkpoint.verify(newest)
+
+
+def test_no_code_in_a_state_is_run(tmp_path):
+    """What would be a bomb for pickle is just an unreadable file here."""
+    (tmp_path / "role.msgpack").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "bomb").encode() + b"'\ntR.")
+    (tmp_path / "role.safetensors").write_bytes(b"\x80\x04cos\nsystem\n")
+    with pytest.raises(CheckpointError):
+        checkpoint.read_state(tmp_path, "role")
+    assert not (tmp_path / "bomb").exists()
+
+
+def test_what_is_not_data_cannot_be_saved(tmp_path):
+    with pytest.raises(TypeError, match="is not data"):
+        checkpoint.write_state(tmp_path, "role", {"function": os.system})
+    with pytest.raises(TypeError, match="object array"):
+        checkpoint.write_state(tmp_path, "role", {"objects": np.array([object()])})

@@ -14,7 +14,7 @@ test: check docs  ## Every check and every test but the long matrices.
 	$(BIN)/python -m pytest -m "not slow"
 
 test-all: check docs  ## Every test: kills, seeds, cut points, all algorithms.
-	$(BIN)/python -m pytest
+	QFLEET_EXAMPLES=searching $(BIN)/python -m pytest
 
 check: $(INSTALLED)  ## Format, lint, types, import contracts, spelling.
 	$(BIN)/ruff format --check .
@@ -28,7 +28,7 @@ docs: $(INSTALLED)  ## Build the documentation; a broken link is an error.
 
 bench: $(INSTALLED)  ## Measure against the peers, which get an environment of their own; fills benchmarks/.
 	bash benchmarks/peers/setup.sh .peers
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/qfleet bench all --peers .peers --json benchmarks/results.json --table benchmarks/results.md
 
 # torch first, by an exact pin: an open range would bring gigabytes of CUDA to a machine without a GPU.
 $(INSTALLED): requirements.lock pyproject.toml

@@ -31,8 +31,8 @@ ABOUT = """# Presets: what they reach
 
 Written by `python benchmarks/presets.py`. Score: mean over the seeds of the kept model's mean over its unseen test
 episodes, with a 95 % bootstrap interval over the seeds. The target must be met by three evaluations in a row; steps
-and wall time to it are medians over the seeds that met it, evaluations left out. Seeds start at 100: none was used in
-tuning. Wall times depend on the machine and on its load at the time; compare them within one run only.
+and wall time to it are medians over the seeds that met it, evaluations left out. The wall times come from a shared
+machine with two cores and other work on it, which makes them several times longer than on an idle one; compare steps.
 
 Atari is not in the table: a score takes far longer than this machine can give. Its preset is only known to run (a test
 trains Pong for a few hundred steps on the compressed replay tier).
@@ -47,10 +47,11 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.presets:
         seeds = range(options.first_seed, options.first_seed + options.seeds)
-        rows = _rows() | {name: _row(name, [_train(name, seed) for seed in seeds])}
+        row = _row(name, [_train(name, seed) for seed in seeds])
+        rows = _rows() | {name: row}
         ordered = [rows[known] for known in PRESETS if known in rows]
         TABLE.write_text("\n".join([ABOUT, HEADER, "|---" * 10 + "|", *ordered, ""]))
-        print(rows[name], flush=True)
+        print(row, flush=True)
 
 
 def _train(name: str, seed: int) -> dict[str, Any]:

@@ -1,10 +1,17 @@
-"""Fixtures that several test folders share."""
+"""Fixtures and settings that several test folders share."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# `make test` repeats the same examples; `make test-all` looks for new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("searching", deadline=None)
+settings.load_profile(os.environ.get("QFLEET_EXAMPLES", "repeatable"))
 
 
 @pytest.fixture(scope="session")

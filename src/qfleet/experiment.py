@@ -28,6 +28,8 @@ class CheckpointConfig(Config):
 
     every: int = Field(50_000, gt=0)
     """Environment steps between two checkpoints."""
+    every_s: float = Field(300.0, gt=0)
+    """Seconds between two checkpoints at most; saving changes nothing in what a run learns."""
     keep: int = Field(2, gt=0)
     """Checkpoints that stay; the oldest go first."""
 
@@ -140,6 +142,8 @@ class Experiment(Config):
              f"learners {self.learners} needs agent.kind 'replay', not '{self.agent.kind}'"),
             (self.learners > 1 and getattr(getattr(self.network, "input", None), "normalize", False),
              "network.input.normalize needs one learner: ranks would see other statistics; use network.input.scale"),
+            (self.learners > 1 and self.optim.schedule.kind == "plateau",
+             "optim.schedule.kind 'plateau' needs one learner: ranks would hear of a score at different updates"),
             (self.learners > learner.batch_size,
              f"learners {self.learners} exceeds learner.batch_size {learner.batch_size}: some would have no work"),
             (self.strict and self.placement != "inline",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from qfleet.algo.schedules import Schedule
 from qfleet.core.errors import ConfigError
 from qfleet.core.protocols import Counter, Placement, Receiver, Sender
 from qfleet.core.spec import EnvSpec
-from qfleet.core.types import Evaluated, Notice, Priorities
+from qfleet.core.types import Batch, Evaluated, Notice, Priorities, Rollout
 from qfleet.core.usercode import UserCode
 from qfleet.experiment import Experiment
 from qfleet.roles.actor import Actor, ActorHandles, ActorSetup
@@ -49,48 +50,32 @@ class Program:
     monitor: MonitorHandles
 
 
+@dataclass(frozen=True)
+class Feed:
+    """Where one learner rank gets its batches, and where the priorities that it finds go."""
+
+    batches: tuple[Receiver[Batch | Rollout], ...]
+    priorities: Sender[Priorities] | None = None
+
+
 def build_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directory: Path) -> Program:
     """Draw the graph of a run. `directory` is the run's own; nothing is started or written here."""
     graph = Graph()
-    prefetch = PREFETCH[experiment.placement]
-    actors, ranks = range(experiment.actors), range(experiment.learners)
-    experience = [graph.stream(f"experience-{i}", capacity=prefetch) for i in actors]
     models_in, models_out = graph.stream("models", capacity=1)
     evaluated_in, evaluated_out = graph.stream("evaluated", capacity=64)
     notices_in, notices_out = graph.stream("notices", capacity=64)
 
-    for i in actors:
-        handles = ActorHandles(
-            experience=experience[i][0], weights=graph.subscriber("weights"), env_steps=graph.counter("env_steps")
-        )
-        graph.add(Actor, actor_setup(experiment, spec, code, i), handles)
-
-    incoming = [receiver for _, receiver in experience]
-    batches = [tuple(incoming)]
-    priorities: list[Sender[Priorities] | None] = [None for _ in ranks]
+    experience = _add_actors(graph, experiment, spec, code)
     if isinstance(experiment.agent, ReplayAgent):
-        drawn = [graph.stream(f"batches-{r}", capacity=prefetch) for r in ranks]
-        written = (
-            [graph.stream(f"priorities-{r}", capacity=prefetch + 2) for r in ranks] if _prioritised(experiment) else []
-        )
-        batches = [(receiver,) for _, receiver in drawn]
-        priorities = [*(sender for sender, _ in written)] or priorities
-        shard = ShardHandles(
-            experience=tuple(incoming),
-            priorities=tuple(receiver for _, receiver in written),
-            batches=tuple(sender for sender, _ in drawn),
-            env_steps=graph.counter("env_steps"),
-            inserts=graph.counter("inserts"),
-            samples=graph.counter("samples"),
-        )
-        graph.add(ReplayShard, shard_setup(experiment, spec, directory), shard)
-
+        feeds = _add_replay(graph, experiment, spec, directory, experience)
+    else:
+        feeds = [Feed(batches=experience)]
     rendezvous = f"file://{directory.resolve()}/.rendezvous-{uuid.uuid4().hex}"
-    for r in ranks:
-        first = r == 0  # one rank speaks for the group
+    for rank, feed in enumerate(feeds):
+        first = rank == 0  # one rank speaks for the group
         learner = LearnerHandles(
-            batches=batches[r],
-            priorities=priorities[r],
+            batches=feed.batches,
+            priorities=feed.priorities,
             weights=graph.publisher("weights") if first else None,
             models=models_in if first else None,
             events=notices_in if first else None,
@@ -98,9 +83,8 @@ def build_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directo
             env_steps=graph.counter("env_steps"),
             updates=graph.counter("updates"),
         )
-        group = GroupConfig(r, experiment.learners, rendezvous) if experiment.learners > 1 else None
+        group = GroupConfig(rank, len(feeds), rendezvous) if len(feeds) > 1 else None
         graph.add(Learner, learner_setup(experiment, spec, code, group), learner)
-
     evaluator = EvaluatorHandles(models=models_out, events=evaluated_in, score=graph.publisher("score"))
     graph.add(Evaluator, evaluator_setup(experiment, spec, code), evaluator)
 
@@ -111,6 +95,39 @@ def build_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directo
         samples=graph.counter("samples"),
     )
     return Program(graph, monitor)
+
+
+def _add_actors(graph: Graph, experiment: Experiment, spec: EnvSpec, code: UserCode) -> tuple[Receiver[Any], ...]:
+    """Add every actor with a stream of its own; returns the streams' other ends."""
+    receivers = []
+    for index in range(experiment.actors):
+        sender, receiver = graph.stream(f"experience-{index}", capacity=PREFETCH[experiment.placement])
+        handles = ActorHandles(
+            experience=sender, weights=graph.subscriber("weights"), env_steps=graph.counter("env_steps")
+        )
+        graph.add(Actor, actor_setup(experiment, spec, code, index), handles)
+        receivers.append(receiver)
+    return tuple(receivers)
+
+
+def _add_replay(
+    graph: Graph, experiment: Experiment, spec: EnvSpec, directory: Path, experience: tuple[Receiver[Any], ...]
+) -> list[Feed]:
+    """Add the replay shard between the actors and the learner ranks; returns a feed for each rank."""
+    prefetch, ranks = PREFETCH[experiment.placement], range(experiment.learners)
+    drawn = [graph.stream(f"batches-{rank}", capacity=prefetch) for rank in ranks]
+    prioritised = experiment.replay.sampler.kind == "prioritised"
+    written = [graph.stream(f"priorities-{rank}", capacity=prefetch + 2) for rank in ranks if prioritised]
+    handles = ShardHandles(
+        experience=experience,
+        priorities=tuple(receiver for _, receiver in written),
+        batches=tuple(sender for sender, _ in drawn),
+        env_steps=graph.counter("env_steps"),
+        inserts=graph.counter("inserts"),
+        samples=graph.counter("samples"),
+    )
+    graph.add(ReplayShard, shard_setup(experiment, spec, directory), handles)
+    return [Feed((drawn[rank][1],), written[rank][0] if prioritised else None) for rank in ranks]
 
 
 def place(program: Program, experiment: Experiment) -> Placement:
@@ -187,10 +204,18 @@ def learner_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, group: 
         evaluate_every=experiment.evaluation.every,
         device=learner_device(experiment, spec),
         group=group,
-        warm_start=Path(experiment.warm_start) if experiment.warm_start else None,
+        warm_start=_model_of(experiment.warm_start),
         warm_start_part=experiment.warm_start_part,
         code=code,
     )
+
+
+def _model_of(path: str | None) -> Path | None:
+    """Return the model directory of a run directory, or the path itself."""
+    if path is None:
+        return None
+    inside = Path(path) / "model"
+    return inside if inside.is_dir() else Path(path)
 
 
 def evaluator_setup(experiment: Experiment, spec: EnvSpec, code: UserCode) -> EvaluatorSetup:
@@ -208,13 +233,14 @@ def evaluator_setup(experiment: Experiment, spec: EnvSpec, code: UserCode) -> Ev
 
 def total_updates(experiment: Experiment) -> int:
     """Return how many gradient steps the whole run makes."""
-    agent, envs = experiment.agent, experiment.actors * experiment.actor.envs
+    agent = experiment.agent
     if isinstance(agent, ReplayAgent):
         learning = experiment.env_steps - experiment.learner.learning_starts
         return max(1, int(learning / experiment.learner.train_period))
     if isinstance(agent, RolloutAgent):
-        return max(1, experiment.env_steps // (agent.rollout_length * envs) * agent.epochs * agent.minibatches)
-    return max(1, experiment.env_steps // envs)
+        rollouts = experiment.env_steps // (agent.rollout_length * experiment.actor.envs)
+        return max(1, rollouts * agent.epochs * agent.minibatches)
+    return max(1, experiment.env_steps)
 
 
 def learner_device(experiment: Experiment, spec: EnvSpec) -> str:
@@ -230,7 +256,3 @@ def learner_device(experiment: Experiment, spec: EnvSpec) -> str:
 def _spawned(experiment: Experiment) -> tuple[str, ...]:
     """Return the kinds of roles that use CUDA, which a forked process cannot."""
     return (*SPAWNED, Learner.kind) if experiment.device != "cpu" and torch.cuda.is_available() else SPAWNED
-
-
-def _prioritised(experiment: Experiment) -> bool:
-    return experiment.replay.sampler.kind == "prioritised"

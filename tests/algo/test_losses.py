@@ -48,6 +48,25 @@ def _softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
+@pytest.mark.parametrize("noisy", [False, True])
+def test_double_chooses_without_dropout_but_with_noise(noisy):
+    agent, config = ReplayAgent(double=True, noisy=noisy), MlpConfig(hidden=(16, 16), dropout=0.7)
+    online, target = (build_network(config, agent, VECTOR, seed) for seed in (1, 2))
+    for network in (online, target.explore()):
+        network.resample_noise(torch.Generator().manual_seed(5))
+    batch = make_batch(VECTOR, np.random.default_rng(0), size=64)
+    online.generator.manual_seed(0)
+    loss = compute_loss(agent, online.train(), target, to_tensors(batch, CPU))
+    assert all(module.training for module in online.modules())
+    online.generator.manual_seed(0)
+    value = _numpy(online, batch.observation[PLAIN])[_rows(batch.action), batch.action]
+    chooser = _numpy(online.explore(), batch.next_observation[PLAIN])
+    goal = (
+        batch.reward + batch.discount * _numpy(target, batch.next_observation[PLAIN])[_rows(chooser), chooser.argmax(1)]
+    )
+    np.testing.assert_allclose(loss.priority.numpy(), abs(goal - value), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("double", [False, True])
 def test_trap_11_double_chooses_online_and_values_by_target(double, masked):

@@ -18,7 +18,7 @@ from qfleet.algo.agent import MunchausenConfig, ReplayAgent, RolloutAgent, Tabul
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.heads import CategoricalConfig, ImplicitQuantileConfig
 from qfleet.algo.inputs import InputConfig
-from qfleet.algo.model_io import DESCRIPTION, TENSORS, ModelConfigs, load_model, read_tensors, save_model
+from qfleet.algo.model_io import DESCRIPTION, TENSORS, ModelConfigs, _digest, load_model, read_tensors, save_model
 from qfleet.algo.networks import build_network
 from qfleet.algo.policy import Policy
 from qfleet.algo.torsos import CustomConfig, MlpConfig, SmallCnnConfig, TabularConfig
@@ -172,3 +172,36 @@ def test_weights_of_another_run_are_refused(good, tmp_path):
 def test_a_missing_model_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"model.json cannot be read: No such file"):
         load_model(tmp_path / "nowhere")
+
+
+def _hashed(description):
+    """Return a description as the file that has the right hash."""
+    description = {key: value for key, value in description.items() if key != "sha256"}
+    return json.dumps({**description, "sha256": _digest(description)}).encode()
+
+
+@pytest.mark.parametrize("key", ["tensors_sha256", "spec", "network", "agent", "custom_class", "extra"])
+def test_a_well_hashed_description_without_an_entry_is_refused_by_name(good, tmp_path, key):
+    description = json.loads(good[DESCRIPTION])
+    del description[key]
+    directory = _write(tmp_path / "model", {**good, DESCRIPTION: _hashed(description)})
+    for read in (load_model, read_tensors):
+        with pytest.raises(CheckpointError, match=rf"model\.json is damaged: it has no '{key}'") as error:
+            read(directory)
+        assert str(directory) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[(key, value) for key in ("spec", "network", "agent", "extra") for value in (3, [1], "x", None)],
+        ("network", {"kind": "other"}),
+        ("agent", {"kind": "replay", "gama": 0.9}),
+        ("spec", {"name": "x"}),
+    ],
+)
+def test_a_well_hashed_description_with_a_foreign_entry_is_refused_by_name(good, tmp_path, key, value):
+    text = _hashed({**json.loads(good[DESCRIPTION]), key: value})
+    with pytest.raises(CheckpointError, match=rf"model\.json .*{key}") as error:
+        load_model(_write(tmp_path / "model", {**good, DESCRIPTION: text}))
+    assert "pydantic" not in str(error.value)

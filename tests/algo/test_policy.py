@@ -16,6 +16,8 @@ from qfleet.algo.policy import Policy
 from qfleet.algo.torsos import MlpConfig, NatureConfig, SmallCnnConfig, TabularConfig
 from qfleet.core.spec import PLAIN
 
+STATES_COUNT = STATES.observations[PLAIN].categories
+
 
 def make(spec, network=None, agent=None):
     network = build_network(network or MlpConfig(hidden=(8, 8)), agent or ReplayAgent(), spec, 0)
@@ -101,6 +103,28 @@ def test_read_only_and_double_precision_arrays_are_taken():
     np.testing.assert_array_equal(policy.act(observations), policy.act(frozen))
 
 
+def test_plain_python_numbers_in_lists_and_tuples_are_observations():
+    policy = make(VECTOR)
+    batch = np.array([[0, 0, 0, 0], [1, -2, 3, 4]], np.float32)
+    expected = policy.act(batch).tolist()
+    for form in ([(0, 0, 0, 0), (1, -2, 3, 4)], ((0, 0, 0, 0), (1, -2, 3, 4)), [[0, 0, 0, 0], [1.0, -2, 3, 4]]):
+        assert policy.act(form).tolist() == expected
+        assert policy.act({"observation": form}).tolist() == expected
+    assert policy.act((1, -2, 3, 4)) == policy.act(batch[1])
+    assert policy.act((0, 0, 2**24, True)) == policy.act(np.array([0, 0, 2**24, 1], np.float32))
+    nested = make(MIXED, SmallCnnConfig(channels=(4,), dense=8))
+    raw = {name: leaf[0] for name, leaf in leaves(MIXED, np.random.default_rng(0), 1).items()}
+    assert nested.act({**raw, "speed": tuple(raw["speed"].tolist())}) == nested.act(raw)
+
+
+def test_tuple_observations_keep_their_parts():
+    vector = VECTOR.observations[PLAIN]
+    policy = make(VECTOR.replace(observations={"0": vector, "1": vector}))
+    parts = leaves(policy.spec, np.random.default_rng(0), 5)
+    np.testing.assert_array_equal(policy.act((parts["0"], parts["1"])), policy.act(parts))
+    assert policy.act(((0, 0, 0, 0), (1, 2, 3, 4))).shape == ()
+
+
 @pytest.mark.parametrize(
     ("spec", "arguments", "words"),
     [
@@ -109,7 +133,27 @@ def test_read_only_and_double_precision_arrays_are_taken():
         (VECTOR, {"observations": {"a": np.zeros(4), "b": np.zeros(4)}}, r"not \['a', 'b'\]"),
         (VECTOR, {"observations": np.zeros(4), "mask": [True]}, r"mask must have the shape \(1, 3\)"),
         (VECTOR.replace(masked=True), {"observations": np.zeros(4)}, "pass mask="),
+        (VECTOR, {"observations": np.zeros(4), "mask": [False] * 3}, r"mask of observation 0 allows no action"),
+        (VECTOR, {"observations": None}, r"'observation' must be numbers, not NoneType"),
+        (VECTOR, {"observations": object()}, r"'observation' must be numbers, not object"),
+        (VECTOR, {"observations": "left"}, r"'observation' must be numbers, not str"),
+        (VECTOR, {"observations": [None] * 4}, r"'observation' must be numbers, not an array of object"),
+        (VECTOR, {"observations": [["1", "2", "3", "4"]]}, r"'observation' must be numbers, not an array of <U1"),
+        (VECTOR, {"observations": np.zeros(4, complex)}, r"'observation' must be numbers, not an array of complex128"),
+        (VECTOR, {"observations": [[1.0, 2.0], [3.0]]}, r"'observation' must be numbers in a regular array"),
+        (VECTOR, {"observations": [[0.0] * 4, [0.0, 0.0, np.nan, 0.0]]}, r"'observation' is nan at \[1, 2\]"),
+        (VECTOR, {"observations": [0.0, np.inf, 0.0, 0.0]}, r"'observation' is inf at \[1\]"),
+        (VECTOR, {"observations": [0.0, 0.0, 0.0, -1e300]}, r"'observation' is -inf at \[3\] as float32"),
+        (VECTOR, {"observations": (0, 0, 2**24 + 1, 0)}, r"'observation' is 16777217 at \[2\].*float32"),
+        (
+            PIXELS,
+            {"observations": np.full(PIXELS.observations[PLAIN].shape, 0.5)},
+            "trained on raw uint8: pass it unsc",
+        ),
+        (PIXELS, {"observations": np.full(PIXELS.observations[PLAIN].shape, 256)}, r"is 256 at \[0, 0, 0\].*uint8"),
         (STATES, {"observations": np.zeros(3)}, "float64 but the model was trained on raw int64"),
+        (STATES, {"observations": [0, STATES_COUNT]}, rf"'observation' is {STATES_COUNT} at \[1\].*categories"),
+        (STATES, {"observations": -1}, r"'observation' is -1.*categories"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_words(spec, arguments, words):

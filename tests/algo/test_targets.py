@@ -20,6 +20,7 @@ def _project_one(probability, returns, support):
     spacing = (support[-1] - support[0]) / (len(support) - 1)
     for p, value in zip(probability, returns, strict=True):
         place = (min(max(value, support[0]), support[-1]) - support[0]) / spacing
+        place = min(place, len(support) - 1.0)  # the quotient may round to a hair above the last atom
         low, high = int(np.floor(place)), int(np.ceil(place))
         if low == high:
             result[low] += p

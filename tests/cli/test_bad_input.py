@@ -26,6 +26,7 @@ from qfleet.core.config import kind_of, models_in
 from qfleet.experiment import Experiment
 from qfleet.presets import preset
 from qfleet.presets.registry import PRESETS
+from qfleet.session import Session
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 BASE = preset("cartpole")
@@ -39,7 +40,7 @@ def _nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a run was started")
 
     monkeypatch.setattr(api, "train", started)
-    monkeypatch.setattr(api, "_carry_out", started)
+    monkeypatch.setattr(Session, "carry_out", started)
     monkeypatch.chdir(tmp_path)
 
 
@@ -211,7 +212,7 @@ CONTRADICTIONS: list[tuple[str, tuple[str, ...]]] = [
     ("--agent.kind rollout --learner.evaluated online --normalise-rewards True", ("normalise_rewards",)),
     ("--learner.batch-size 70000", ("learner.batch_size", "replay.capacity")),
     ("--learner.learning-starts 60000", ("learner.learning_starts", "replay.capacity")),
-    ("--env-steps 400", ("env_steps", "learner.learning_starts")),
+    ("--env-steps 100", ("env_steps", "learner.learning_starts")),
     ("--exploration.kind none", ("exploration.kind", "agent.noisy")),
     ("--learners 2", ("learners", "placement")),
     ("--strict True --placement processes", ("strict", "placement")),
@@ -306,6 +307,8 @@ def test_a_configuration_file_cut_anywhere_is_refused_or_complete(capsys: pytest
         ("doctor --jason", "'--json'"),
         ("doctor now", "'now'"),
         ("presets now", "'now'"),
+        ("compare nowhere", "nowhere"),
+        ("compare .", "holds no run"),
         ("train", "PRESET"),
         ("train --seed 1 cartpole", "PRESET"),
         ("train cartpole catch", "'catch'"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from commands import command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -178,3 +180,33 @@ def test_fields_that_tell_what_an_experiment_is_cannot_be_set() -> None:
     for name in HIDDEN:
         with pytest.raises(ConfigError, match="unknown flag"):
             flagged(preset("cartpole"), {name: "1"})
+
+
+@pytest.mark.parametrize("path", ["", "runs/a\0b"])
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["train", "cartpole", "--run-dir", "{}"], "--run-dir"),
+        (["train", "cartpole", "--run-dir={}"], "--run-dir"),
+        (["train", "cartpole", "--seeds", "2", "--run-dir", "{}"], "--run-dir"),
+        (["resume", "{}"], "RUN_DIR"),
+        (["eval", "{}"], "RUN_DIR"),
+        (["eval", "run", "--record", "{}"], "--record"),
+        (["compare", "run", "{}"], "RUNS"),
+        (["compare", "run", "--output", "{}"], "--output"),
+    ],
+)
+def test_a_path_that_is_empty_or_holds_a_nul_byte_is_refused(
+    words: list[str],
+    named: str,
+    path: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = command(capsys, *(word.replace("{}", path) for word in words))
+    assert (outcome.code, outcome.out) == (2, "")
+    assert f"'{named}'" in outcome.err
+    assert "should be a path" in outcome.err
+    assert not list(tmp_path.iterdir())

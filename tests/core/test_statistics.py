@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 from rliable import library, metrics
 from scipy.stats import trim_mean
 
-from qfleet.core.statistics import Scores, estimate, iqm, mean, mean_ci95, optimality_gap, performance_profile
+from qfleet.core.statistics import Scores, estimate, iqm, mean, mean_ci95
 
 tables = hnp.arrays(
     np.float64, st.tuples(st.integers(1, 12), st.integers(1, 5)), elements=st.floats(-1e6, 1e6, allow_subnormal=False)
@@ -24,13 +24,12 @@ def test_point_estimates_equal_rliable(scores: Scores) -> None:
     assert iqm(flat) == pytest.approx(trim_mean(flat, 0.25), rel=1e-9, abs=1e-6)
     assert iqm(flat) == pytest.approx(metrics.aggregate_iqm(scores), rel=1e-9, abs=1e-6)
     assert mean(flat) == pytest.approx(metrics.aggregate_mean(scores), rel=1e-9, abs=1e-6)
-    assert optimality_gap(flat, 2.0) == pytest.approx(metrics.aggregate_optimality_gap(scores, 2.0), rel=1e-9, abs=1e-6)
 
 
 @settings(deadline=None, max_examples=50)
 @given(scores=tables)
 def test_each_row_is_reduced_on_its_own(scores: Scores) -> None:
-    for statistic in (mean, iqm, optimality_gap):
+    for statistic in (mean, iqm):
         np.testing.assert_array_equal(statistic(scores), [statistic(row) for row in scores])
 
 
@@ -71,9 +70,3 @@ def test_the_same_generator_gives_the_same_interval() -> None:
 def test_no_scores_are_an_error() -> None:
     with pytest.raises(ValueError, match="no scores"):
         mean_ci95([], np.random.default_rng(0))
-
-
-def test_performance_profile_equals_rliable() -> None:
-    scores, thresholds = np.random.default_rng(0).normal(size=(7, 4)), np.linspace(-3, 3, 13)
-    expected = library.score_distributions(scores, thresholds)
-    np.testing.assert_allclose(performance_profile(scores, thresholds), expected)

@@ -9,7 +9,7 @@ import pytest
 from env_streams import record
 
 from qfleet.core.codec import roundtrip
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import ConfigError, EnvironmentFault
 from qfleet.core.spec import PLAIN, LeafSpec
 from qfleet.envs import AtariConfig, env_spec, make_env
 
@@ -150,3 +150,29 @@ def test_spec_full_action_set_render_and_a_typo():
         env_spec(AtariConfig(game="spaceinvaders"))
     with pytest.raises(ConfigError, match="factory"):
         make_env(PONG, 1, factory=lambda: None)
+
+
+@pytest.mark.parametrize("what", ["reset", "step"])
+def test_an_exception_inside_ale_py_is_a_fault_that_names_the_game(what, monkeypatch):
+    from ale_py.vector_env import AtariVectorEnv
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("emulator lost")
+
+    with closing(make_env(PONG, 2)) as env:
+        if what == "step":
+            env.reset([1, 2])
+        monkeypatch.setattr(AtariVectorEnv, what, fail)
+        with pytest.raises(EnvironmentFault, match=rf"atari:pong.*{what}\(\) raised RuntimeError: emulator lost"):
+            env.step(np.zeros(2, np.int64)) if what == "step" else env.reset([1, 2])
+
+
+def test_an_exception_while_ale_py_makes_the_game_names_the_game(monkeypatch):
+    from ale_py import vector_env
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no memory for the console")
+
+    monkeypatch.setattr(vector_env, "AtariVectorEnv", fail)
+    with pytest.raises(ConfigError, match="atari:pong cannot be made: RuntimeError: no memory for the console"):
+        make_env(PONG, 2)

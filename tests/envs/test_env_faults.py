@@ -82,16 +82,101 @@ def test_an_exception_in_reset_is_a_fault_with_its_cause():
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (GymConfig(id="CartPol-v1"), "Did you mean 'CartPole-v1'"),
+        (
+            GymConfig(id="CartPol-v1"),
+            r"'CartPol-v1': Environment `CartPol` doesn't exist\. Did you mean 'CartPole-v1'\?$",
+        ),
+        (GymConfig(id="nowhere/Env-v0"), r"^no environment 'nowhere/Env-v0': [^?]*\?( Did you mean '[^']*'\?)?$"),
         (GymConfig(id="no_such_module_here:Env-v0"), "no_such_module_here"),
-        (GymConfig(id="CartPole-v1", kwargs={"colour": "red"}), "does not accept kwargs.*colour"),
+        (
+            GymConfig(id="CartPole-v1", kwargs={"colour": "red"}),
+            "cannot be made with kwargs.*unexpected keyword argument.*colour",
+        ),
         (GymConfig(id="Pendulum-v1"), "continuous actions.*Stable-Baselines3, CleanRL, TorchRL"),
         (GymConfig(id="CartPole-v77"), "CartPole-v77"),
+        (GymConfig(id="LunarLander-v2"), r"use `LunarLander-v3` instead\. Did you mean 'LunarLander-v3'\?$"),
     ],
 )
 def test_what_cannot_be_made_is_refused_with_a_way_out(config, says):
     with pytest.raises(ConfigError, match=says):
         env_spec(config)
+
+
+def broken_constructor(**kwargs):
+    raise OSError("the robot is switched off")
+
+
+class BrokenVector(gymnasium.vector.VectorEnv):
+    """A user's own vector whose first reset fails."""
+
+    single_observation_space, single_action_space = Healthy().observation_space, Healthy().action_space
+    metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}  # noqa: RUF012
+    num_envs = 2
+
+    def reset(self, *, seed=None, options=None):
+        raise OSError("the robot is switched off")
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"speed": 3}])
+@pytest.mark.parametrize("vectorisation", ["sync", "async", "native"])
+def test_a_constructor_that_raises_is_one_error_with_environment_and_cause(vectorisation, kwargs, monkeypatch):
+    spec = gymnasium.envs.registration.EnvSpec(
+        "Robot-v0", entry_point=broken_constructor, vector_entry_point=broken_constructor
+    )
+    monkeypatch.setitem(gymnasium.registry, "Robot-v0", spec)
+    with pytest.raises(ConfigError, match=r"Robot-v0 cannot be made.*OSError: the robot is switched off") as caught:
+        make_env(GymConfig(id="Robot-v0", vectorisation=vectorisation, kwargs=kwargs), 2)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert ("speed" in str(caught.value)) == bool(kwargs)
+
+
+@pytest.mark.parametrize("vectorisation", ["sync", "async", "native"])
+def test_a_factory_that_raises_is_one_error_with_its_name_and_cause(vectorisation):
+    with pytest.raises(ConfigError, match=r"mine cannot be made: OSError: the robot is switched off"):
+        make_env(GymConfig(id="mine", vectorisation=vectorisation), 2, factory=broken_constructor)
+
+
+def test_a_factory_that_raises_for_a_later_environment_closes_the_earlier_ones():
+    made = []
+
+    def factory():
+        if made:
+            raise OSError("only one robot")
+        made.append(Healthy())
+        made[0].close = lambda: made.append("closed")
+        return made[0]
+
+    with pytest.raises(ConfigError, match=r"mine cannot be made: OSError: only one robot"):
+        make_env(GymConfig(id="mine"), 2, factory=factory)
+    assert made[1:] == ["closed"]
+
+
+def test_the_module_of_an_id_that_cannot_be_imported_is_one_error(tmp_path, monkeypatch):
+    (tmp_path / "my_broken_module.py").write_text("raise RuntimeError('no licence')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"my_broken_module:Env-v0 cannot be made: RuntimeError: no licence"):
+        env_spec(GymConfig(id="my_broken_module:Env-v0"))
+
+
+@pytest.mark.parametrize("space", ["observation_space", "action_space"])
+def test_an_environment_without_one_of_its_spaces_is_one_error(space):
+    def factory():
+        env = Healthy()
+        delattr(env, space)
+        return env
+
+    with pytest.raises(ConfigError, match=f"mine has no {space}"):
+        make_env(GymConfig(id="mine"), 1, factory=factory)
+
+
+def test_kwargs_that_name_what_qfleet_sets_are_one_error():
+    with pytest.raises(ConfigError, match=r"CartPole-v1 cannot be made with kwargs.*env_id"):
+        env_spec(GymConfig(id="CartPole-v1", kwargs={"env_id": "x"}))
+
+
+def test_a_vector_whose_first_reset_raises_is_one_error():
+    with pytest.raises(ConfigError, match=r"mine: reset\(seed=0\) raised OSError: the robot is switched off"):
+        make_env(GymConfig(id="mine", vectorisation="native"), 2, factory=BrokenVector)
 
 
 def test_a_factory_that_returns_something_else_is_refused():

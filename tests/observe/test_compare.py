@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from qfleet.core.errors import ConfigError, MissingExtra, QfleetError
 from qfleet.core.statistics import Estimate
@@ -21,8 +22,13 @@ Points = Sequence[tuple[int, float]]
 LINE: Points = [(0, 0.0), (1000, 100.0)]
 
 
-def make_run(directory: Path, points: Points, summary: Mapping[str, Any] | None = None) -> Path:
+def make_run(
+    directory: Path, points: Points, summary: Mapping[str, Any] | None = None, settings: Mapping[str, Any] | None = None
+) -> Path:
     """Write a run directory with these evaluations; a summary of None is a run that has not ended."""
+    directory.mkdir(parents=True)
+    seed = (summary or {}).get("seed", 7)
+    (directory / "config.yaml").write_text(yaml.safe_dump({"format": 1, "seed": seed, **(settings or {})}))
     sink = JsonlSink(directory)
     sink.event({"event": "started", "preset": "cartpole", "algo": "dqn", "seed": 7})
     for env_steps, mean in points:
@@ -107,6 +113,69 @@ def test_preset_algorithm_and_label_tell_groups_apart_and_a_path_given_twice_cou
     assert names == ["cartpole dqn", "cartpole rainbow", "catch dqn", "cartpole dqn (wide)"]
 
 
+def adam(rate: float, **others: Any) -> dict[str, Any]:
+    return {"optim": {"lr": rate, "kind": "adam", "betas": [0.9, 0.999]}, **others}
+
+
+def test_runs_whose_settings_differ_are_not_averaged_and_are_labelled_by_the_difference(tmp_path: Path) -> None:
+    cases = {"a": (1, 1e-3), "b": (2, 1e-3), "c": (3, 5e-4), "d": (1, 5e-4)}
+    paths = [make_run(tmp_path / name, LINE, {"seed": s}, adam(lr)) for name, (s, lr) in cases.items()]
+    groups = compare(paths, None).groups
+    assert [(group.name, [run.path.name for run in group.runs]) for group in groups] == [
+        ("cartpole dqn (optim.lr=0.001)", ["a", "b"]),
+        ("cartpole dqn (optim.lr=0.0005)", ["c", "d"]),
+    ]
+
+
+def test_settings_that_do_not_touch_the_result_do_not_part_runs(tmp_path: Path) -> None:
+    others = [
+        {"track": {"wandb": ""}, "checkpoint": {"every": 5}},
+        {"track": {"wandb": "x"}, "checkpoint": {"every": 9}},
+    ]
+    paths = [make_run(tmp_path / str(i), LINE, {"seed": i}, adam(1e-3, **other)) for i, other in enumerate(others)]
+    (group,) = compare(paths, None).groups
+    assert group.name == "cartpole dqn"
+    assert len(group.runs) == 2
+
+
+def test_a_label_names_as_many_settings_as_tell_the_groups_apart_and_kinds_first(tmp_path: Path) -> None:
+    settings = [
+        adam(1e-3, gamma=0.9),
+        adam(1e-3, gamma=0.99),
+        {"optim": {"lr": 0.1, "kind": "sgd", "momentum": 0.0}, "gamma": 0.9},
+    ]
+    paths = [make_run(tmp_path / str(i), LINE, {"seed": i}, tree) for i, tree in enumerate(settings)]
+    assert [group.name for group in compare(paths, None).groups] == [
+        "cartpole dqn (optim.kind=adam, gamma=0.9)",
+        "cartpole dqn (optim.kind=adam, gamma=0.99)",
+        "cartpole dqn (optim.kind=sgd, gamma=0.9)",
+    ]
+    assert [group.name for group in compare(paths[1:], None).groups] == [
+        "cartpole dqn (optim.kind=adam)",
+        "cartpole dqn (optim.kind=sgd)",
+    ]
+
+
+def test_a_section_that_is_off_is_told_from_one_that_is_on(tmp_path: Path) -> None:
+    trees: list[Mapping[str, Any]] = [{"munchausen": None}, {"munchausen": {"alpha": 0.9, "clip": -1.0}}]
+    paths = [make_run(tmp_path / str(i), LINE, {"seed": i}, tree) for i, tree in enumerate(trees)]
+    assert [group.name for group in compare(paths, None).groups] == [
+        "cartpole dqn (munchausen=None)",
+        "cartpole dqn (munchausen.alpha=0.9)",
+    ]
+
+
+def test_different_settings_within_a_directory_of_seeds_are_parted_too(tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        make_run(tmp_path / "sweep" / f"seed-{seed}", LINE, {"seed": seed}, adam(1e-3 * (1 + seed // 3)))
+    groups = compare([tmp_path / "sweep"], None).groups
+    top = tmp_path / "sweep"
+    assert [group.name for group in groups] == [
+        f"cartpole dqn ({top}, optim.lr=0.001)",
+        f"cartpole dqn ({top}, optim.lr=0.002)",
+    ]
+
+
 def test_a_killed_and_resumed_run_counts_the_history_it_kept(tmp_path: Path) -> None:
     path = make_run(tmp_path / "a", [(100, 1.0), (200, 2.0), (300, 3.0), (200, 5.0), (300, 6.0)], {"seed": 1})
     (group,) = compare([path], None).groups
@@ -162,16 +231,25 @@ def test_without_matplotlib_the_extra_is_named_and_the_table_still_works(
 
 
 def test_nothing_to_compare_is_refused() -> None:
-    with pytest.raises(QfleetError, match="nothing to compare"):
+    with pytest.raises(ConfigError, match="nothing to compare"):
         compare([], None)
 
 
 def test_missing_or_damaged_inputs_are_named(tmp_path: Path) -> None:
-    with pytest.raises(QfleetError, match="absent"):
+    with pytest.raises(ConfigError, match="absent"):
         compare([tmp_path / "absent"], None)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(QfleetError, match=r"empty/events\.jsonl"):
+    with pytest.raises(ConfigError, match=r"empty holds no run: there is no config\.yaml in it"):
         compare([tmp_path / "empty"], None)
+    early = make_run(tmp_path / "early", LINE)
+    (early / "events.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"early holds no run: there is no events\.jsonl in it"):
+        compare([early], None)
+    for name, text in (("unreadable", "a: [1"), ("scalar", "3"), ("bytes", "\x00")):
+        path = make_run(tmp_path / name, LINE, {})
+        (path / "config.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=rf"{name}/config\.yaml"):
+            compare([path], None)
     with pytest.raises(QfleetError, match=r"young/events\.jsonl holds no evaluation"):
         compare([make_run(tmp_path / "young", [], {})], None)
     for name, text in (("torn", '{"preset": "cart'), ("list", "[]")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qfleet.core.errors import ConfigError
-from qfleet.experiment import with_changes
+from qfleet.experiment import Experiment, with_changes
 from qfleet.presets import preset
 from qfleet.presets.algorithms import ALGORITHMS, apply
 from qfleet.presets.registry import PRESETS
@@ -39,6 +39,99 @@ def test_munchausen_is_measured_in_units_of_the_reward():
 def test_iqn_keeps_its_published_fractions():
     head = apply(preset("cartpole"), "iqn").agent.head
     assert (head.taus, head.target_taus, head.acting_taus) == (64, 64, 32)
+
+
+FORGOTTEN = {
+    "noisy": ["exploration"],
+    "rainbow": ["exploration"],
+    "pqn": ["agent.target", "learner.evaluated", "optim.lr"],
+    "tabular": ["agent.target", "learner.evaluated", "network"],
+}
+"""What an algorithm has no use for, so that a configuration cannot remember it for the next one."""
+
+
+def without(experiment, names):
+    tree = experiment.model_dump()
+    for name in names:
+        *path, last = name.split(".")
+        section = tree
+        for part in path:
+            section = section[part]
+        section.pop(last, None)
+    return tree
+
+
+@pytest.mark.parametrize("name", ["cartpole", "catch"])
+def test_the_last_algorithm_decides_whatever_came_before(name):
+    start = preset(name)
+    for before in ALGORITHMS:
+        for last in ALGORITHMS:
+            chained, direct = apply(apply(start, before), last), apply(start, last)
+            lost = FORGOTTEN.get(before, [])
+            assert without(chained, lost) == without(direct, lost), (before, last)
+            assert chained.agent.kind == direct.agent.kind
+            assert (chained.exploration.kind == "none") == (direct.exploration.kind == "none")
+
+
+@pytest.mark.parametrize("before", FORGOTTEN)
+def test_what_an_algorithm_forgot_comes_back_with_its_defaults(before):
+    after = apply(apply(preset("catch"), before), "dqn")
+    plain = Experiment(env=after.env)
+    if "exploration" in FORGOTTEN[before]:
+        assert after.exploration == plain.exploration
+    else:
+        assert after.agent == plain.agent
+        assert after.learner.evaluated == "online"
+        assert after.network.layer_norm is False
+
+
+def test_a_name_says_what_is_trained():
+    parts = {algo: apply(preset("cartpole"), algo).agent for algo in ALGORITHMS if algo not in ("pqn", "tabular")}
+    own = {
+        algo: {name for name, value in agent if value != getattr(parts["dqn"], name)} for algo, agent in parts.items()
+    }
+    assert own == {
+        "dqn": set(),
+        "double": {"double"},
+        "dueling": {"double", "dueling"},
+        "nstep": {"double", "n_step"},
+        "prioritised": {"double"},
+        "noisy": {"noisy"},
+        "c51": {"head"},
+        "qr": {"head"},
+        "iqn": {"head"},
+        "munchausen": {"munchausen"},
+        "rainbow": {"head", "double", "dueling", "noisy", "n_step"},
+        "beyond": {"head", "munchausen", "dueling", "noisy", "n_step"},
+    }
+    dqn = parts["dqn"]
+    assert (dqn.double, dqn.dueling, dqn.noisy, dqn.munchausen, dqn.n_step) == (False, False, False, None, 1)
+    assert dqn.target == preset("cartpole").agent.target
+    prioritised = {algo for algo in ALGORITHMS if apply(preset("cartpole"), algo).replay.sampler.kind == "prioritised"}
+    assert prioritised == {"prioritised", "rainbow", "beyond"}
+
+
+@pytest.mark.parametrize("name", ["cartpole", "catch", "maze", "atari:pong"])
+def test_a_presets_own_algorithm_changes_nothing(name):
+    assert apply(preset(name), preset(name).algo) == preset(name)
+
+
+def test_a_squared_error_stays_where_it_has_a_meaning():
+    experiment = with_changes(preset("cartpole"), {"agent.loss": "mse", "agent.huber_threshold": 2.0})
+    assert apply(experiment, "double").agent.loss == "mse"
+    assert apply(experiment, "qr").agent.loss == "huber"
+    assert apply(experiment, "qr").agent.huber_threshold == 2.0
+
+
+def test_beyond_has_its_published_parts():
+    experiment = apply(preset("atari:pong"), "beyond")
+    head, network = experiment.agent.head, experiment.network
+    assert (head.taus, head.target_taus, head.acting_taus, head.cosines) == (8, 8, 8, 64)
+    assert (network.kind, network.width, network.pool, network.dense, network.spectral_norm) == (
+        "impala", 2, 6, 512, True,
+    )  # fmt: skip
+    assert experiment.replay.sampler.alpha == 0.2
+    assert experiment.exploration == preset("atari:pong").exploration
 
 
 def test_an_unknown_algorithm_gets_a_suggestion():

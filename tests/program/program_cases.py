@@ -20,6 +20,7 @@ def short(algo: str = "dqn", name: str = "cartpole", env_steps: int = 1200, **ch
         "evaluation": {"every": 500, "episodes": 2, "envs": 2, "test_episodes": 2, "target": None},
         "learner.learning_starts": 200,
         "learner.batch_size": 32,
+        "learner.train_period": 4.0,
         "checkpoint.every": 450,
     }
     return with_changes(apply(preset(name), algo), {**small, **changes})
@@ -43,7 +44,7 @@ def fingerprint(run: api.Run) -> dict[str, str]:
         *sorted(last.glob("*.safetensors")),
         *sorted(last.glob("*.msgpack")),
     ]
-    return {f"{path.parent.name}/{path.name}": _sha256(path) for path in files}
+    return {f"{path.parent.name[:12]}/{path.name}": _sha256(path) for path in files}
 
 
 def _sha256(path: Path) -> str:

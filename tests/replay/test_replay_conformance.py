@@ -103,7 +103,7 @@ def assert_tree_matches_leaves(replay: Replay) -> None:
         tree = replay.sampler.tree
         for level in range(1, len(tree.levels)):
             children = tree.levels[level - 1].reshape(-1, 32)
-            np.testing.assert_array_equal(tree.levels[level], np.cumsum(children, axis=1)[:, -1])
+            np.testing.assert_array_equal(tree.levels[level], children.sum(axis=1))
         positive = tree.leaves[tree.leaves > 0]
         assert tree.minimum == (positive.min() if len(positive) else np.inf)
         assert replay.sampler.count == len(positive)

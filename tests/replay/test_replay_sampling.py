@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive_replay import History, make_spec
 
-from qfleet.core.types import Floats, Ints
-from qfleet.replay import PrioritisedConfig
+from qfleet.core.types import Floats, Ints, Priorities
+from qfleet.replay import PrioritisedConfig, Replay, ReplayConfig, records_numba, sumtree_numba
 from qfleet.replay.samplers import PrioritisedSampler, Sampler, UniformSampler
 from qfleet.replay.sumtree import SumTree, make_sum_tree
 from qfleet.replay.sumtree_numba import CompiledSumTree
@@ -46,7 +51,7 @@ def test_prioritised_draws_follow_the_priorities(no_numba: str, monkeypatch: pyt
     rows = np.arange(10) * 487
     priorities = np.linspace(0.1, 3.0, 10).astype(np.float32)
     sampler.add(rows)
-    sampler.update(rows, priorities)
+    sampler.update(rows, priorities, float(priorities.max()))
     expected = (priorities.astype(np.float64) + 1e-6) ** 0.7
     # strata of one draw: the strata of a batch are not independent and would make the statistic too small
     drawn = np.array([sampler.draw(1, 0.4)[0][0] for _ in range(20_000)])
@@ -66,7 +71,7 @@ def test_importance_weights_are_exact() -> None:
     rows = np.arange(0, 3000, 3)
     sampler.add(rows)
     priorities: Floats = np.random.default_rng(1).random(len(rows)).astype(np.float32) * 5
-    sampler.update(rows, priorities)
+    sampler.update(rows, priorities, float(priorities.max()))
     probability = sampler.tree.leaves / sampler.tree.leaves.sum()
     with np.errstate(divide="ignore"):
         weight = (len(rows) * probability) ** -0.4
@@ -114,10 +119,27 @@ def test_compiled_and_numpy_trees_agree_to_the_bit(capacity: int, seed: int, siz
         for tree in (plain, compiled):
             tree.set(index, value)
         assert plain.sums.tobytes() == compiled.sums.tobytes()
-        assert plain.mins.tobytes() == compiled.mins.tobytes()
-        for a, b in zip(plain.draw(uniform), compiled.draw(uniform), strict=True):
+        assert plain.minimum == compiled.minimum
+        for a, b in zip(plain.draw(uniform.copy()), compiled.draw(uniform.copy()), strict=True):
             np.testing.assert_array_equal(a, b)
         assert (plain.total, plain.minimum) == (compiled.total, compiled.minimum)
+
+
+@pytest.mark.parametrize("tree_type", TREES)
+@settings(max_examples=40, deadline=None)
+@given(capacity=st.sampled_from([5, 1500, 40_000]), seed=st.integers(0, 2**32 - 1))
+def test_the_minimum_survives_ties_removals_and_being_overwritten(
+    tree_type: type[SumTree], capacity: int, seed: int
+) -> None:
+    rng, tree, leaves = np.random.default_rng(seed), tree_type(capacity), np.zeros(capacity)
+    for _ in range(30):
+        index = np.unique(rng.integers(capacity, size=rng.integers(1, 50)))
+        if rng.random() < 0.3 and leaves.any():  # take the smallest away
+            index = np.flatnonzero(leaves == leaves[leaves > 0].min())
+        leaves[index] = rng.integers(0, 6, size=len(index)) * rng.choice([1.0, 0.5])
+        tree.set(index, leaves[index])
+        if rng.random() < 0.5:  # not each time, so that changes gather unseen
+            assert tree.minimum == leaves[leaves > 0].min(initial=np.inf)
 
 
 def test_trap_7_a_million_writes_leave_no_drift() -> None:
@@ -135,3 +157,28 @@ def test_the_fallback_is_forced_by_the_environment(monkeypatch: pytest.MonkeyPat
     assert type(make_sum_tree(10)) is SumTree
     monkeypatch.delenv("QFLEET_NO_NUMBA")
     assert type(make_sum_tree(10)) is CompiledSumTree
+
+
+def test_uniform_sampling_needs_nothing_compiled() -> None:
+    code = (
+        "import sys; import numpy as np; from naive_replay import make_spec\n"
+        "from qfleet.replay import Replay, ReplayConfig\n"
+        "Replay(ReplayConfig(capacity=100), make_spec(), streams=1, n_step=1, gamma=1, rng=np.random.default_rng(0))\n"
+        "assert 'numba' not in sys.modules, 'numba takes a second to load'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+
+
+def test_everything_compiled_is_ready_before_the_first_sample() -> None:
+    kernels = (sumtree_numba._set, sumtree_numba._draw, records_numba._read, records_numba._highest)
+    spec, config = make_spec(), ReplayConfig(capacity=100, sampler=PrioritisedConfig())
+    replay = Replay(config, spec, streams=4, n_step=1, gamma=0.9, rng=np.random.default_rng(0))
+    ready = [len(kernel.signatures) for kernel in kernels]
+    assert min(ready) > 0
+    assert len(replay) == 0
+    history = History(spec, 2, seed=0)
+    while len(replay) < 10:
+        replay.append(history.message())
+    batch = replay.sample(8)
+    replay.update_priorities(Priorities(batch.index, batch.generation, np.ones(8, np.float32)))
+    assert [len(kernel.signatures) for kernel in kernels] == ready

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -45,8 +46,8 @@ def test_the_newest_complete_one_wins_and_old_ones_go(tmp_path):
     for step in (10, 20, 30):
         save(tmp_path, step, keep=2)
     assert [p.name for p in checkpoint.complete(tmp_path)] == ["000000000020", "000000000030"]
-    directory, manifest, skipped = checkpoint.newest_good(tmp_path)
-    assert (directory.name, manifest["env_steps"], manifest["mood"], skipped) == ("000000000030", 30, 1, [])
+    found = checkpoint.newest_good(tmp_path)
+    assert (found.directory.name, found.manifest["mood"], found.skipped) == ("000000000030", 1, [])
 
 
 def test_one_that_was_being_written_is_never_seen(tmp_path):
@@ -58,9 +59,9 @@ def test_one_that_was_being_written_is_never_seen(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(tmp_path, 20, interrupted, {}, 5)
-    assert checkpoint.newest_good(tmp_path)[0].name == "000000000010"
+    assert checkpoint.newest_good(tmp_path).directory.name == "000000000010"
     save(tmp_path, 20)
-    assert checkpoint.newest_good(tmp_path)[0].name == "000000000020"
+    assert checkpoint.newest_good(tmp_path).directory.name == "000000000020"
 
 
 @settings(deadline=None, max_examples=60)
@@ -70,23 +71,50 @@ def test_any_flipped_bit_or_lost_byte_is_noticed_named_and_skipped(tmp_path_fact
     save(root, 10)
     newest = save(root, 20)
     victim = data.draw(st.sampled_from(sorted(p.name for p in newest.iterdir())))
-    content = bytearray((newest / victim).read_bytes())
+    before = (newest / victim).read_bytes()
+    content = bytearray(before)
     if data.draw(st.booleans()):
         del content[data.draw(st.integers(0, len(content) - 1)) :]
     else:
         content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     (newest / victim).write_bytes(bytes(content))
-    try:
-        directory, manifest, skipped = checkpoint.newest_good(root)
-    except CheckpointError:
-        pytest.fail("the older checkpoint is good")
-    if directory == newest:
-        # Only white space or the free text of the manifest may change without being noticed.
+    found = checkpoint.newest_good(root)
+    if found.directory == newest:
+        # Only white space may change without being noticed.
         assert victim == checkpoint.MANIFEST
-        assert manifest["files"] == json.loads((newest / checkpoint.MANIFEST).read_text())["files"]
+        assert json.loads((newest / victim).read_text()) == json.loads(before)
     else:
-        assert directory.name == "000000000010"
-        assert str(newest) in skipped[0]
+        assert found.directory.name == "000000000010"
+        assert str(newest) in found.skipped[0]
+        checkpoint.set_aside(found)
+        assert [path.name for path in checkpoint.complete(root)] == ["000000000010"]
+
+
+def test_a_second_checkpoint_of_the_same_step_overwrites_nothing_and_wins(tmp_path):
+    names = [save(tmp_path, 10).name for _ in range(12)]
+    assert len(set(names)) == 12
+    assert names == sorted(names)
+    assert checkpoint.newest_good(tmp_path).directory.name == names[-1]
+    assert names[-1] < save(tmp_path, 11).name
+
+
+def test_files_that_the_manifest_does_not_know_are_refused(tmp_path):
+    newest = save(tmp_path, 5)
+    (newest / "actor-7.msgpack").write_bytes(b"\x80")
+    with pytest.raises(CheckpointError, match="actor-7"):
+        checkpoint.verify(newest)
+
+
+def test_a_full_disk_is_one_error_and_leaves_the_older_checkpoint(tmp_path, monkeypatch):
+    save(tmp_path, 5)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(CheckpointError, match="room on the disk"):
+        save(tmp_path, 6)
+    assert [path.name for path in tmp_path.iterdir()] == ["000000000005"]
 
 
 @pytest.mark.parametrize(
@@ -109,8 +137,10 @@ def test_a_manifest_cannot_name_files_outside_its_directory(tmp_path):
     (tmp_path / "secret").write_text("x")
     newest = save(tmp_path / "root", 5)
     manifest = json.loads((newest / checkpoint.MANIFEST).read_text())
+    del manifest["sha256"]
     manifest["files"]["../../secret"] = "0" * 64
-    (newest / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    signed = {**manifest, "sha256": hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()}
+    (newest / checkpoint.MANIFEST).write_text(json.dumps(signed))
     with pytest.raises(CheckpointError, match="missing from the checkpoint"):
         checkpoint.verify(newest)
 

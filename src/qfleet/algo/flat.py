@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +39,6 @@ class FlatParameters:
         buffers = _persistent_buffers(module)
         size = sum(_words(parameter) for parameter in parameters.values())
         device = next(module.parameters(), torch.zeros(())).device
-        self._module = module
         self._values = torch.zeros(size + sum(_words(buffer) for buffer in buffers), device=device)
         self.parameters, self.buffers = self._values[:size], self._values[size:]
         self.gradients = torch.zeros_like(self.parameters)
@@ -47,7 +47,7 @@ class FlatParameters:
             tensor.data = view
         for parameter, view in _views(parameters.values(), self.gradients):
             parameter.grad = view
-        self._addresses = _addresses(module)
+        self._places = [(*holder, _place(holder[1][holder[2]])) for holder in _holders(module)]
 
     def zero_grad(self) -> None:
         """Set all gradients to zero, in place."""
@@ -78,16 +78,11 @@ class FlatParameters:
         self.parameters.lerp_(other.parameters, tau)
         self.buffers.copy_(other.buffers)
 
-    def checksum(self) -> int:
-        """Return the CRC-32 of what `to_numpy` returns. On a GPU this waits for the device."""
-        return checksum(self.to_numpy())
-
     def _check_views(self) -> None:
-        now = _addresses(self._module)
-        moved = [name for name, address in self._addresses.items() if address != now.get(name)]
+        moved = [name for name, table, key, place in self._places if _place(table.get(key)) != place]
         if moved:
             raise QfleetError(
-                f"the network's tensors {', '.join(moved)} no longer lie in its flat buffer, so their values would be"
+                f"the network's parts {', '.join(moved)} no longer lie in its flat buffer, so their values would be"
                 " lost: do not move a network to another device after it is built, and change its tensors in place"
             )
 
@@ -97,9 +92,22 @@ def checksum(flat: Floats) -> int:
     return zlib.crc32(np.ascontiguousarray(flat).data)
 
 
-def _addresses(module: nn.Module) -> dict[str, int]:
-    state = module.state_dict(keep_vars=True)
-    return {name: tensor.data_ptr() for name, tensor in state.items() if isinstance(tensor, Tensor)}
+def _holders(module: nn.Module) -> Iterable[tuple[str, dict[str, Any], str]]:
+    """Yield the name of each tensor of the module's state and of each submodule, with the table and key it has there.
+
+    To look at these tables costs a tenth of `state_dict()`, and weights are read at every publication.
+    """
+    for prefix, part in module.named_modules():
+        tables: tuple[dict[str, Any], ...] = (part._parameters, part._buffers, part._modules)
+        for table in tables:
+            for key, held in table.items():
+                if held is not None and key not in part._non_persistent_buffers_set:
+                    yield f"{prefix}.{key}".removeprefix("."), table, key
+
+
+def _place(held: Any) -> Any:
+    """Return what changes when a tensor's memory, or a submodule, is replaced."""
+    return held.data_ptr() if isinstance(held, Tensor) else held
 
 
 def _persistent_buffers(module: nn.Module) -> list[Tensor]:

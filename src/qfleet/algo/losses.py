@@ -113,7 +113,7 @@ def _next(
     features = target.torso(batch.next_observation)
     output = target.head(features) if taus is None else target.head(features, taus)
     if agent.double:
-        return output, online.q(batch.next_observation)
+        return output, online.q_without_dropout(batch.next_observation)
     # With random fractions the choice gets values of its own, so that it does not favour lucky fractions.
     return output, target.head.expectation(output if taus is None else target.head(features))
 

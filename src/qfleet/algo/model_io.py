@@ -7,22 +7,24 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from torch import Tensor
 
 from qfleet.algo.agent import AgentConfig
 from qfleet.algo.networks import QNetwork, build_network
 from qfleet.algo.torsos import CustomConfig, NetworkConfig, Torso, TorsoFactory
-from qfleet.core.config import Config
+from qfleet.core.config import Config, describe
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.spec import EnvSpec
 
 FORMAT, VERSION = "qfleet-model", 1
 TENSORS, DESCRIPTION = "model.safetensors", "model.json"
+_ENTRIES = ("tensors_sha256", "spec", "network", "agent", "custom_class", "extra")
+C = TypeVar("C", bound=Config)
 
 
 class ModelConfigs(Config):
@@ -73,21 +75,18 @@ def load_model(directory: Path, network: TorsoFactory | None = None) -> Model:
     """Read a model directory; a custom network needs its class. Raises CheckpointError that names the file."""
     description = _read_description(directory / DESCRIPTION)
     tensors = _read_tensors(directory / TENSORS, description["tensors_sha256"])
-    try:
-        spec = EnvSpec.model_validate(description["spec"])
-        config = TypeAdapter[NetworkConfig](NetworkConfig).validate_python(description["network"])
-        agent = TypeAdapter[AgentConfig](AgentConfig).validate_python(description["agent"])
-    except ValidationError as cause:
-        raise _refusal(directory / DESCRIPTION, f"has settings that this version cannot read: {cause}") from cause
-    if isinstance(config, CustomConfig) and network is None:
+    spec = _settings(EnvSpec, description["spec"], directory / DESCRIPTION, "spec")
+    parts = {name: description[name] for name in ModelConfigs.model_fields}
+    configs = _settings(ModelConfigs, parts, directory / DESCRIPTION, "network and agent")
+    if isinstance(configs.network, CustomConfig) and network is None:
         name = description["custom_class"]
         raise ConfigError(
             f"{directory} was trained with your own network class '{name}', which is not stored with the model:"
             f" pass it, as in load({str(directory)!r}, network={name})"
         )
-    built = build_network(config, agent, spec, seed=0, custom=network)
+    built = build_network(configs.network, configs.agent, spec, seed=0, custom=network)
     _load_tensors(built, tensors, directory / TENSORS)
-    return Model(built.eval(), spec, ModelConfigs(network=config, agent=agent), dict(description["extra"]))
+    return Model(built.eval(), spec, configs, description["extra"])
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
@@ -138,7 +137,19 @@ def _read_description(path: Path) -> dict[str, Any]:
         raise _refusal(path, f"has the version {version}; this qfleet reads up to {VERSION}: install a newer qfleet")
     if description.pop("sha256", None) != _digest(description):
         raise _refusal(path, "is damaged or was edited: its content does not have the hash written in it")
+    missing = [key for key in _ENTRIES if key not in description]
+    if missing:
+        raise _refusal(path, f"is damaged: it has no '{missing[0]}'")
+    if not isinstance(description["extra"], dict):
+        raise _refusal(path, "is damaged: its 'extra' is no group of values")
     return description
+
+
+def _settings(model: type[C], tree: Any, path: Path, what: str) -> C:
+    try:
+        return model.model_validate(tree)
+    except ValidationError as cause:
+        raise _refusal(path, f"has a {what} that this version cannot read: {describe(cause, model)}") from cause
 
 
 def _digest(description: dict[str, Any]) -> str:

@@ -56,6 +56,7 @@ class QNetwork(nn.Module):
             self.head = _build_head(config, agent, self.torso.features, spec.actions)
         self.generator = torch.Generator()
         self._noisy = [module for module in self.modules() if isinstance(module, NoisyLinear)]
+        self._dropouts = [module for module in self.modules() if isinstance(module, Dropout)]
 
     def forward(self, observation: dict[str, Tensor], taus: Tensor | None = None) -> Tensor:
         """Map leaves [B, ...] to values [B, A], logits [B, A, atoms] or quantiles [B, A, N].
@@ -68,6 +69,16 @@ class QNetwork(nn.Module):
     def q(self, observation: dict[str, Tensor]) -> Tensor:
         """Return the expected values [B, A]."""
         return self.head.expectation(self(observation))
+
+    def q_without_dropout(self, observation: dict[str, Tensor]) -> Tensor:
+        """Return the expected values [B, A] as `q` does, but with dropout off for this call; weight noise stays."""
+        modes = [layer.training for layer in self._dropouts]
+        for layer in self._dropouts:
+            layer.training = False
+        values = self.q(observation)
+        for layer, mode in zip(self._dropouts, modes, strict=True):
+            layer.training = mode
+        return values
 
     def observe(self, observation: dict[str, Tensor]) -> None:
         """Let running input statistics take in a batch of raw leaves [B, ...]."""
@@ -82,9 +93,8 @@ class QNetwork(nn.Module):
     def set_generator(self, generator: torch.Generator) -> None:
         """Make every random layer, and the fractions of implicit quantiles, draw from this one from now on."""
         self.generator = generator
-        for module in self.modules():
-            if isinstance(module, Dropout):
-                module.generator = generator
+        for layer in self._dropouts:
+            layer.generator = generator
 
     def explore(self) -> QNetwork:
         """Switch weight noise on and everything else that belongs to learning off; return self."""

@@ -176,7 +176,10 @@ def _build(config: OptimConfig, parameter: nn.Parameter) -> torch.optim.Optimize
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     match config:
         case SgdConfig():
-            return torch.optim.SGD([parameter], momentum=config.momentum, fused=fused, **common)
+            sgd = torch.optim.SGD([parameter], momentum=config.momentum, fused=fused, **common)
+            if config.momentum > 0:  # torch's own first buffer has no content when that step is skipped on the device
+                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            return sgd
         case AdagradConfig():
             return torch.optim.Adagrad([parameter], eps=config.eps, fused=device == "cpu", **common)
         case RmspropConfig():

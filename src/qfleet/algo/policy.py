@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,7 @@ class Policy:
 
     def _read(self, observations: Any, mask: Any) -> tuple[Leaves, Bools | None, bool]:
         """Return batched leaves, the batched mask, and whether the observation came without a batch axis."""
-        given = _flatten(observations)
+        given = _flatten(observations, self.spec.observations)
         if mask is None and self.spec.masked and MASK not in self.spec.observations:
             mask = given.pop(MASK, None)
         if self.spec.plain and len(given) == 1:
@@ -83,33 +83,62 @@ class Policy:
         allowed = np.atleast_2d(np.asarray(mask, bool))
         if allowed.shape != (size, self.spec.actions):
             raise ValueError(f"the mask must have the shape {(size, self.spec.actions)}, not {allowed.shape}")
+        if not allowed.any(axis=1).all():
+            raise ValueError(f"the mask of observation {np.flatnonzero(~allowed.any(axis=1))[0]} allows no action")
         return allowed
 
 
-def _flatten(observations: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested dicts and tuples by their dotted names."""
+def _flatten(observations: Any, known: Container[str], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested dicts and tuples by their dotted names; a tuple in place of a leaf is an array."""
     if isinstance(observations, Mapping):
         entries: Sequence[tuple[str, Any]] = [(str(name), value) for name, value in observations.items()]
-    elif isinstance(observations, tuple):
+    elif isinstance(observations, tuple) and (prefix or PLAIN) not in known:
         entries = [(str(number), value) for number, value in enumerate(observations)]
     else:
         return {prefix or PLAIN: observations}
     return {
         name: leaf
         for key, value in entries
-        for name, leaf in _flatten(value, f"{prefix}.{key}" if prefix else key).items()
+        for name, leaf in _flatten(value, known, f"{prefix}.{key}" if prefix else key).items()
     }
 
 
 def _as_leaf(name: str, value: Any, leaf: LeafSpec) -> Array:
-    array, dtype = np.asarray(value), np.dtype(leaf.dtype)
-    both_whole = array.dtype.kind in "biu" and dtype.kind in "biu"
-    if not both_whole and not np.can_cast(array.dtype, dtype, "same_kind"):
+    """Return what the network takes for one leaf; raises ValueError for values that it was never trained on."""
+    array, dtype = _as_numbers(name, value), np.dtype(leaf.dtype)
+    if array.dtype.kind == "f" and dtype.kind != "f":
         raise ValueError(f"'{name}' is {array.dtype} but the model was trained on raw {leaf.dtype}: pass it unscaled")
     shape = array.shape[-len(leaf.shape) :] if leaf.shape else ()
     if shape != leaf.shape or array.ndim not in (len(leaf.shape), len(leaf.shape) + 1):
         raise ValueError(
             f"'{name}' has the shape {array.shape}; the model takes {leaf.shape}, or a batch axis before that"
         )
-    leaves: Array = np.ascontiguousarray(array, dtype).reshape(array.shape)
-    return leaves - dtype.type(leaf.start) if leaf.start else leaves
+    with np.errstate(over="ignore"):  # what overflows is infinite, and refused below with its place
+        converted: Array = np.ascontiguousarray(array, dtype).reshape(array.shape)
+    if array.dtype.kind != "f" and array.dtype != dtype:
+        _refuse(name, array, converted != array, f", which {dtype} cannot hold")
+    if dtype.kind == "f":
+        _refuse(name, converted, ~np.isfinite(converted), f" as {dtype}: the model takes finite numbers")
+    if leaf.categories is not None:
+        outside = (array < leaf.start) | (array >= leaf.start + leaf.categories)  # type: ignore[operator]  # whole
+        _refuse(name, array, outside, f"; it has {leaf.categories} categories, the first is {leaf.start}")
+    return converted - dtype.type(leaf.start) if leaf.start else converted
+
+
+def _as_numbers(name: str, value: Any) -> Array:
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise ValueError(f"'{name}' must be numbers in a regular array: {error}") from None
+    if array.dtype.kind not in "biuf":
+        given = f"an array of {array.dtype}" if array.ndim else type(value).__name__
+        raise ValueError(f"'{name}' must be numbers, not {given}")
+    return array
+
+
+def _refuse(name: str, array: Array, bad: Any, why: str) -> None:
+    """Raise ValueError for the first value where `bad` is true, with its place."""
+    if bad.any():
+        place = np.argwhere(bad)[0].tolist()
+        at = f" at {place}" if place else ""
+        raise ValueError(f"'{name}' is {array[tuple(place)]}{at}{why}")

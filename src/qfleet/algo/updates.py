@@ -106,13 +106,14 @@ class GradientStep:
         self.optim = Optim(optim, self.flat, total_updates)
         self.count = 0
         self._hook = hook
+        self._first_gradient = self.flat.gradients[:1]
 
     def __call__(self, loss: Tensor) -> tuple[bool, Tensor]:
         """Make one step down the scalar loss; return whether it was made, and the gradient's norm before clipping."""
         self.flat.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        # An infinite loss may have finite gradients (Huber's): it must spoil them here, so that every rank skips.
-        self.flat.gradients.add_(loss.detach() * 0)
+        # An infinite loss may have finite gradients (Huber's): it must spoil one here, so that every rank skips.
+        self._first_gradient.add_(loss.detach(), alpha=0)
         if self._hook is not None:
             self._hook(self.flat.gradients)
         norm = self.optim.step(self.count)

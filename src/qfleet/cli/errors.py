@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from qfleet.core.errors import QfleetError
 
@@ -19,15 +22,54 @@ class InternalError(QfleetError):
     """Something went wrong that nobody foresaw."""
 
 
+class InterruptWatch:
+    """Remembers a Ctrl-C whose KeyboardInterrupt got lost.
+
+    The initialisation of compiled modules, such as torch, drops it and leaves its work unfinished; then anything fails.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Watch during one command; only the main thread can, elsewhere nothing changes."""
+        self.seen = False
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def caused(self, error: BaseException | None) -> bool:
+        """Return whether an error is a Ctrl-C or comes from one."""
+        while error is not None and not isinstance(error, KeyboardInterrupt):
+            error = error.__cause__ or error.__context__
+        return self.seen or error is not None
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.seen = True
+        raise KeyboardInterrupt
+
+
+WATCH = InterruptWatch()
+"""One for the process, as its signals are."""
+
+
 @contextmanager
 def crash_file_in(run_dir: Path) -> Iterator[None]:
     """Turn an unforeseen exception into an InternalError whose traceback is kept in the run's directory."""
+    if WATCH.seen:  # before anything begins with modules that it has left unfinished
+        raise KeyboardInterrupt
     try:
         yield
     except (QfleetError, KeyboardInterrupt):
         raise
     except Exception as error:
-        if not run_dir.is_dir():
+        if WATCH.caused(error) or not run_dir.is_dir():
             raise
         path = run_dir / CRASH_FILE
         path.write_text("".join(traceback.format_exception(error)))
@@ -51,12 +93,12 @@ def report(error: BaseException) -> int:
         return 0
     if os.environ.get(DEBUG):
         traceback.print_exception(error)
-    if isinstance(error, KeyboardInterrupt):
-        print("interrupted", file=sys.stderr)
-        return 130
-    if isinstance(error, QfleetError):
+    if isinstance(error, QfleetError) and not WATCH.seen:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    if WATCH.caused(error):
+        print("interrupted", file=sys.stderr)
+        return 130
     hint = "" if os.environ.get(DEBUG) else f" (the same command with {DEBUG}=1 shows the traceback)"
     print(f"error: {internal_error(error)}{hint}", file=sys.stderr)
     return 3

@@ -9,6 +9,7 @@ import io
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
@@ -98,6 +99,8 @@ def read_value(setting: Setting, flag: Given, texts: Sequence[str]) -> Any:
         raise ConfigError(f"'{flag.flag}' needs a value: {wanted}")
     if len(texts) > 1 and not takes_several(setting.annotation):
         raise ConfigError(f"unexpected '{texts[1]}' after '{flag.flag} {texts[0]}', which should be {wanted}")
+    if _is_path(setting.annotation):
+        _check_path(flag.flag, texts[0])
     try:
         return _parse(setting.annotation, texts)
     except SystemExit:
@@ -148,6 +151,9 @@ def build_options(model: type[O], values: dict[str, Any]) -> O:
 
 
 def _positional(setting: Setting, words: Sequence[str], usage: str) -> dict[str, Any]:
+    if _is_path(setting.annotation):
+        for word in words:
+            _check_path(setting.name.upper(), word)
     if takes_several(setting.annotation):
         return {setting.name: tuple(words)}
     if len(words) > 1:
@@ -155,6 +161,16 @@ def _positional(setting: Setting, words: Sequence[str], usage: str) -> dict[str,
     if not words and setting.default is REQUIRED:
         raise ConfigError(f"{setting.name.upper()} is missing; usage: {usage}")
     return {setting.name: words[0]} if words else {}
+
+
+def _check_path(what: str, text: str) -> None:
+    """Refuse a text that no file or directory has as its path; `Path` would take the empty one for the present one."""
+    if not text or "\0" in text:
+        raise ConfigError(f"'{what}' = {text!r}: should be a path, such as runs/first")
+
+
+def _is_path(annotation: Any) -> bool:
+    return Path in (annotation, *get_args(annotation))
 
 
 def _parse(annotation: Any, texts: Sequence[str]) -> Any:

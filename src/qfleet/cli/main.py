@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from qfleet.cli.errors import report
+from qfleet.cli.errors import WATCH, report
 from qfleet.core.errors import ConfigError, did_you_mean
 from qfleet.version import __version__
 
@@ -17,6 +17,7 @@ VERBS = {
     "eval": "play with a run's kept model, on fresh seeds",
     "compare": "show runs side by side: a table and learning curves",
     "presets": "list the ready experiments and algorithms",
+    "bench": "measure speed, beside other libraries where they are installed",
     "doctor": "show what this machine and installation can do",
 }
 """Each verb is a module of this package with a function `run(words) -> exit code`; it is imported when it is called."""
@@ -26,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Carry out one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _dispatch(words)
+        with WATCH.kept():
+            code = _dispatch(words)
         sys.stdout.flush()  # here, where a closed pipe is still handled
         return code
     except (Exception, KeyboardInterrupt) as error:

@@ -5,6 +5,7 @@ It is the same for every placement: all it sees is reports, events and two count
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,8 +50,8 @@ class Standing:
     training_s: float = 0.0
     """Seconds of training in earlier parts of a resumed run, evaluations left out."""
     evaluating_s: float = 0.0
-    lag_sum: float = 0.0
-    lag_count: int = 0
+    policy_lag: float = 0.0
+    """Mean over all batches."""
 
 
 @dataclass
@@ -72,9 +73,12 @@ class Monitor:
     def __post_init__(self) -> None:
         self._progress = Progress(self.experiment, time.perf_counter)
         self._checkpointed = self.handles.env_steps.total() // self.experiment.checkpoint.every
+        self._checkpointed_at = time.perf_counter()
         self._earlier_s = self.standing.training_s
         self._evaluated_s = 0.0
         self._best: Weights | None = None
+        self._moved = False
+        """Whether anything happened since the last checkpoint."""
         self._began = time.perf_counter()
 
     def run(self) -> StopReason:
@@ -83,12 +87,13 @@ class Monitor:
         self._progress.begin(self.handles.env_steps.total(), self.handles.updates.total())
         while self.stopping is None and not self.placement.done:
             self.placement.advance()
+            self._moved = True
             self._observe()
-        if self.stopping is None:
-            self.stopping = "budget"
+        reason = self.stopping or "budget"
         self._record()
-        self._checkpoint()
-        return self.stopping
+        if self._moved:
+            self._checkpoint()
+        return reason
 
     def stop(self, reason: StopReason = "callback") -> None:
         """End the run after the present step; safe to call from a signal handler."""
@@ -99,18 +104,25 @@ class Monitor:
         self.standing = standing
         self._earlier_s = standing.training_s
         self._checkpointed = self.handles.env_steps.total() // self.experiment.checkpoint.every
-        # A run that reached its target and is resumed goes on to its budget.
+        # A run that reached its target, or lost its patience, and is resumed goes on.
         standing.in_a_row = 0 if standing.solved else standing.in_a_row
+        if standing.since_best >= (self.experiment.evaluation.patience or math.inf):
+            standing.since_best = 0
 
     def counts(self) -> dict[str, int]:
         """Return how far the run is."""
         return {name: getattr(self.handles, name).total() for name in ("env_steps", "updates", "samples")}
 
     @property
+    def elapsed_s(self) -> float:
+        """Seconds since this part of the run began."""
+        return time.perf_counter() - self._began
+
+    @property
     def training_s(self) -> float:
         """Seconds of training so far; evaluations count only where they run beside training."""
         inline = self._evaluated_s if self.placement.name == "inline" else 0.0
-        return self._earlier_s + time.perf_counter() - self._began - inline
+        return self._earlier_s + self.elapsed_s - inline
 
     def _observe(self) -> None:
         for events in self.handles.events:
@@ -123,16 +135,20 @@ class Monitor:
             self._record()
         if self.callbacks.on_step is not None:
             self.callbacks.on_step({"env_steps": self.handles.env_steps.total()}, self.stop)
-        if self.handles.env_steps.total() // self.experiment.checkpoint.every > self._checkpointed:
+        if self._checkpoint_due():
             self._checkpoint()
+
+    def _checkpoint_due(self) -> bool:
+        config = self.experiment.checkpoint
+        if time.perf_counter() - self._checkpointed_at >= config.every_s:
+            return True
+        return bool(self.handles.env_steps.total() // config.every > self._checkpointed)
 
     def _record(self) -> None:
         record = self._progress.record(
             self.placement.reports(), self.handles.env_steps.total(), self.handles.updates.total(), self.training_s
         )
-        if "policy_lag" in record:
-            self.standing.lag_sum += record["policy_lag"]
-            self.standing.lag_count += 1
+        self.standing.policy_lag = record.get("policy_lag", self.standing.policy_lag)
         for sink in self.sinks:
             sink.metrics(record)
 
@@ -179,6 +195,7 @@ class Monitor:
         )
 
     def _checkpoint(self) -> None:
+        self.placement.pause()  # so that the counters say what is saved
         env_steps = self.handles.env_steps.total()
         self._checkpointed = env_steps // self.experiment.checkpoint.every
         self.standing.training_s = self.training_s
@@ -186,6 +203,7 @@ class Monitor:
             self.save_model(self._best)
             self._best = None
         path = self.save_checkpoint(env_steps, self.standing)
+        self._checkpointed_at, self._moved = time.perf_counter(), False
         event = {"event": "checkpoint", "env_steps": env_steps, "path": path.name}
         self.announce(event)
         if self.callbacks.on_checkpoint is not None:

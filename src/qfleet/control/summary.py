@@ -47,7 +47,7 @@ def summarise(
         "env_steps_to_target": standing.env_steps_to_target,
         "best_validation": standing.best,
         "samples_per_insert": ratio,
-        "policy_lag_mean": standing.lag_sum / standing.lag_count if standing.lag_count else 0.0,
+        "policy_lag_mean": standing.policy_lag,
         "stopped_by": reason,
         "plan": None,
         "versions": versions(),

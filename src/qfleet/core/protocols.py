@@ -102,6 +102,9 @@ class Placement(Protocol):
     def reports(self) -> list[Report]:
         """Return the newest report of every role."""
 
+    def pause(self) -> None:
+        """Stop all roles between two steps; the next `advance` lets them go on."""
+
     def save(self, directory: Path) -> None:
         """Write the states of all roles and edges into a directory."""
 

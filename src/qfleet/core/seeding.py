@@ -39,11 +39,17 @@ def restore_numpy(generator: np.random.Generator, state: dict[str, Any]) -> None
     generator.bit_generator.state = state
 
 
-_SPLITS = {"training": (0, 2**30), "validation": (2**30, 2**29), "test": (2**30 + 2**29, 2**29)}
+_SPLITS = {
+    "training": (0, 2**30),
+    "validation": (2**30, 2**29),
+    "test": (2**30 + 2**29, 2**28),
+    "fresh": (2**30 + 2**29 + 2**28, 2**28),
+}
+"""First seed and number of seeds of each use; "fresh" is for evaluations after the run."""
 
 
 def episode_seeds(seed: int, split: str, count: int, first: int = 0) -> list[int]:
-    """Return seeds of episodes; those of training, validation and test can never coincide.
+    """Return seeds of episodes; those of two splits can never coincide.
 
     `first` skips that many, so that several actors take disjoint parts of one sequence.
     """

@@ -39,17 +39,6 @@ def iqm(scores: Scores) -> Scores:
     return mean(np.sort(scores, axis=-1)[..., cut : count - cut])
 
 
-def optimality_gap(scores: Scores, target: float = 1.0) -> Scores:
-    """Return how far scores stay below `target` on average (more than it counts as it), [..., K] -> [...]."""
-    return target - mean(np.minimum(scores, target))
-
-
-def performance_profile(scores: ArrayLike, thresholds: ArrayLike) -> Scores:
-    """Return the share of all scores above each threshold, [K]."""
-    above = np.ravel(np.asarray(scores))[:, None] > np.asarray(thresholds)
-    return np.asarray(above.mean(axis=0))
-
-
 def estimate(
     scores: ArrayLike,
     statistic: Statistic,

@@ -20,7 +20,7 @@ Leaves = dict[str, Array]
 
 @dataclass(frozen=True, order=True)
 class Version:
-    """Which weights: the epoch counts learner groups (a restart begins a new one), the number their publications."""
+    """Which weights: the epoch counts learner groups (0 is the first), the number the batches learned from."""
 
     epoch: int = 0
     number: int = 0
@@ -131,6 +131,8 @@ class Weights:
     """CRC-32 of `flat`."""
     env_steps: int = 0
     """How far the run was when these were published."""
+    reward_scale: float = 1.0
+    """What rewards were divided by while these were learned (running reward normalisation)."""
 
 
 @dataclass(frozen=True)

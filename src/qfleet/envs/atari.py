@@ -107,7 +107,7 @@ class AtariEnv(VectorEnv):
 
     def _advance(self, action: Ints) -> Moment:
         """Step every game, with the loss of a life turned into an episode's end where that is asked for."""
-        frames, reward, ended, stopped, info = self._env.step(action)
+        frames, reward, ended, stopped, info = self._call("step()", lambda: self._env.step(action))
         begun, valid = self._pending, ~self._pending
         terminated, truncated = ended & valid, stopped & valid
         over = terminated | truncated
@@ -142,9 +142,10 @@ class AtariEnv(VectorEnv):
     def _seeded_reset(self, which: Bools, seeds: list[int]) -> Array:
         """Reset some games, each from its seed; return the stacks [E, 4, 84, 84] of all."""
         if not self._powered_on:
-            self._env.reset()  # a reset of some games is only allowed after one of all
+            self._call("reset()", self._env.reset)  # a reset of some games is only allowed after one of all
             self._powered_on = True
-        frames, info = self._env.reset(seed=np.array(seeds, np.int64), options={"reset_mask": which})
+        chosen = {"seed": np.array(seeds, np.int64), "options": {"reset_mask": which}}
+        frames, info = self._call("reset()", lambda: self._env.reset(**chosen))
         self._pending = self._pending & ~which
         self._lives = np.where(which, info["lives"], self._lives)
         self._age = np.where(which, 0, self._age)
@@ -188,22 +189,25 @@ def _build(config: AtariConfig, num_envs: int) -> Any:
     games = roms.get_all_rom_ids()
     if config.game not in games:
         raise ConfigError(f"no Atari game '{config.game}'; names are in snake case.{did_you_mean(config.game, games)}")
-    return AtariVectorEnv(
-        config.game,
-        num_envs,
-        num_threads=config.threads,
-        max_num_frames_per_episode=config.max_frames,
-        repeat_action_probability=config.sticky_actions,
-        full_action_space=config.full_action_set,
-        img_height=SIDE,
-        img_width=SIDE,
-        stack_num=STACK,
-        frameskip=FRAME_SKIP,
-        noop_max=config.noop_max,
-        use_fire_reset=config.fire_reset,
-        reward_clipping=False,  # it would hide the score; the adapter clips
-        episodic_life=False,  # it resets the whole game; the adapter watches the lives
-    )
+    try:
+        return AtariVectorEnv(
+            config.game,
+            num_envs,
+            num_threads=config.threads,
+            max_num_frames_per_episode=config.max_frames,
+            repeat_action_probability=config.sticky_actions,
+            full_action_space=config.full_action_set,
+            img_height=SIDE,
+            img_width=SIDE,
+            stack_num=STACK,
+            frameskip=FRAME_SKIP,
+            noop_max=config.noop_max,
+            use_fire_reset=config.fire_reset,
+            reward_clipping=False,  # it would hide the score; the adapter clips
+            episodic_life=False,  # it resets the whole game; the adapter watches the lives
+        )
+    except Exception as error:
+        raise ConfigError(f"atari:{config.game} cannot be made: {type(error).__name__}: {error}") from error
 
 
 def _stacked_layout(game: str, env: Any) -> Layout:

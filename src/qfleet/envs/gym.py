@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from pydantic import Field, model_validator
 
 from qfleet.core.config import Config
-from qfleet.core.errors import ConfigError, did_you_mean
+from qfleet.core.errors import ConfigError, QfleetError, did_you_mean
 from qfleet.envs.gymvector import GymVector
 from qfleet.envs.loop import Environment, LoopEnv, build_all
 from qfleet.envs.reward import AS_IT_IS, RewardShaping
@@ -86,18 +86,24 @@ def wrap_vector(
     """Return a user's own `gymnasium.vector.VectorEnv`, in any of the three autoreset modes, as qfleet sees it."""
     if not isinstance(env, gymnasium.vector.VectorEnv):
         raise ConfigError(f"{name}: expected a gymnasium.vector.VectorEnv, got {type(env).__name__}")
-    _, infos = env.reset(seed=0)
-    layout = read_layout(name, env.single_observation_space, env.single_action_space, infos)
+    layout = _layout(env, name, "single_")
     return GymVector(env, layout, shaping, frame_stack)
 
 
 def layout_of(env: Environment, name: str) -> Layout:
     """Return the layout of one environment; resets it once, to see whether masks come with its observations."""
+    return _layout(env, name, "")
+
+
+def _layout(env: Any, name: str, prefix: str) -> Layout:
+    for space in ("observation_space", "action_space"):
+        if not hasattr(env, prefix + space):
+            raise ConfigError(f"{name} has no {prefix}{space}; set it in the environment's constructor")
     try:
         _, info = env.reset(seed=0)
     except Exception as error:
         raise ConfigError(f"{name}: reset(seed=0) raised {type(error).__name__}: {error}") from error
-    return read_layout(name, env.observation_space, env.action_space, info)
+    return read_layout(name, getattr(env, f"{prefix}observation_space"), getattr(env, f"{prefix}action_space"), info)
 
 
 def _build(config: GymConfig, render: bool, factory: Factory | None) -> Any:
@@ -105,8 +111,8 @@ def _build(config: GymConfig, render: bool, factory: Factory | None) -> Any:
         options: dict[str, Any] = {} if config.time_limit is None else {"max_episode_steps": config.time_limit}
         if render:  # only then: not every environment takes the argument
             options["render_mode"] = "rgb_array"
-        return _made(config, partial(_make_one, config.id, **options))
-    env = factory()
+        return _made(config.id, partial(_make_one, config.id, **options), config.kwargs)
+    env = _made(config.id, factory, {})
     if isinstance(env, gymnasium.vector.VectorEnv):
         return env
     if not isinstance(env, gymnasium.Env):
@@ -126,22 +132,25 @@ def _make_one(env_id: str, **options: Any) -> Environment:
 
 def _native(config: GymConfig, num_envs: int, factory: Factory | None) -> Any:
     if factory is not None:
-        return _sized(factory(), num_envs, config.id)
+        return _sized(_made(config.id, factory, {}), num_envs, config.id)
     limit: dict[str, Any] = {} if config.time_limit is None else {"max_episode_steps": config.time_limit}
     make = partial(gymnasium.make_vec, config.id, num_envs=num_envs, vectorization_mode="vector_entry_point", **limit)
-    return _made(config, make)
+    return _made(config.id, make, config.kwargs)
 
 
-def _made(config: GymConfig, make: Callable[..., Any]) -> Any:
+def _made(name: str, make: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what `make` returns; whatever it raises instead is one error that names the environment."""
     try:
-        return make(**config.kwargs)
-    except gymnasium.error.DependencyNotInstalled as error:
-        raise ConfigError(f"{config.id} cannot be made: {error}") from error
-    except (gymnasium.error.Error, ModuleNotFoundError) as error:
-        hint = did_you_mean(config.id, gymnasium.registry)
-        raise ConfigError(f"no environment '{config.id}': {error}.{hint}") from error
-    except TypeError as error:
-        raise ConfigError(f"{config.id} does not accept kwargs {config.kwargs}: {error}") from error
+        return make(**kwargs)
+    except QfleetError:
+        raise
+    except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
+        reason, _, _ = str(error).partition(" Did you mean")  # the hint here knows the versions too
+        end = "" if reason.endswith((".", "?")) else "."
+        raise ConfigError(f"no environment '{name}': {reason}{end}{did_you_mean(name, gymnasium.registry)}") from error
+    except Exception as error:
+        given = f" with kwargs {kwargs}" if kwargs else ""
+        raise ConfigError(f"{name} cannot be made{given}: {type(error).__name__}: {error}") from error
 
 
 def _sized(env: Any, num_envs: int, name: str) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from numpy.typing import NDArray
 
-from qfleet.core.errors import ConfigError, EnvironmentFault
+from qfleet.core.errors import ConfigError
 from qfleet.core.types import Bools, Ints, Leaves
 from qfleet.envs.loop import rgb_image
 from qfleet.envs.reward import RewardShaping
@@ -129,21 +129,6 @@ class GymVector(VectorEnv):
             return frames, np.array(masks)
         except Misfit as misfit:
             raise self._whole_fault(f"in the final observations, {misfit}") from None
-
-    def _call(self, what: str, call: Any) -> Any:
-        try:
-            return call()
-        except EnvironmentFault:
-            raise
-        except Exception as error:
-            raise self._whole_fault(f"{what} raised {type(error).__name__}: {error}") from error
-
-    def _whole_fault(self, what: str) -> EnvironmentFault:
-        episodes, steps = self._games.tolist(), self._lengths.tolist()
-        return EnvironmentFault(
-            f"{self.spec.name}, a vector environment of {self.num_envs}: {what} (its environments were in episodes "
-            f"{episodes}, steps {steps}, counted from 0)."
-        )
 
 
 def read_autoreset_mode(env: Any, name: str) -> AutoresetMode:

@@ -111,8 +111,10 @@ def _build(config: EnvPoolConfig, num_envs: int, seed: int | list[int]) -> Any:
         return envpool.make(
             config.id, env_type="gymnasium", num_envs=num_envs, num_threads=config.threads, seed=seed, **options
         )
-    except (TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"EnvPool does not make '{config.id}' with {config.kwargs}: {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"EnvPool does not make '{config.id}' with {config.kwargs}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _read(name: str, pool: Any) -> Layout:

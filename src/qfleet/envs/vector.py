@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -198,6 +198,23 @@ class VectorEnv(ABC):
     def _fault(self, index: int, what: str) -> EnvironmentFault:
         """Return the error that says what environment `index` did wrong, and when."""
         return fault(self.spec.name, index, what, int(self._games[index]), int(self._lengths[index]))
+
+    def _call(self, what: str, call: Callable[[], Any]) -> Any:
+        """Return what a call of a vector environment returns, or raise the one error for its exception."""
+        try:
+            return call()
+        except EnvironmentFault:
+            raise
+        except Exception as error:
+            raise self._whole_fault(f"{what} raised {type(error).__name__}: {error}") from error
+
+    def _whole_fault(self, what: str) -> EnvironmentFault:
+        """Return the error for what no single environment of a vector can be blamed for."""
+        episodes, steps = self._games.tolist(), self._lengths.tolist()
+        return EnvironmentFault(
+            f"{self.spec.name}, a vector environment of {self.num_envs}: {what} (its environments were in episodes "
+            f"{episodes}, steps {steps}, counted from 0)."
+        )
 
     def _inspect(
         self, frames: Leaves, mask: Bools | None, reward: Doubles | None = None, rows: Ints | None = None

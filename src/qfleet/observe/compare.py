@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qfleet.core.errors import QfleetError
+from qfleet.core.errors import ConfigError
 from qfleet.core.seeding import numpy_stream
 from qfleet.core.statistics import Estimate, estimate, iqm, mean_ci95
 from qfleet.observe.plots import draw_curves
@@ -63,15 +63,15 @@ class Comparison:
 
 
 def compare(runs: Sequence[Path], output: Path | None) -> Comparison:
-    """Compare run directories by (preset, algorithm, label), with 95 % bootstrap intervals over seeds.
+    """Compare run directories by preset, algorithm, label and settings, with 95 % bootstrap intervals over seeds.
 
-    A directory that holds `seed-1`, `seed-2`, ... is one group. Runs given one by one form a group when preset,
-    algorithm and label agree and their seeds differ; where a seed repeats they cannot be samples of one thing, and each
-    run stands for itself. Learning curves are drawn into `output` (a PNG) unless it is None.
+    A directory that holds `seed-1`, `seed-2`, ... has a label of its own. Runs form a group when all four agree and
+    their seeds differ; where settings differ, the first of these name the groups. Where a seed repeats they cannot be
+    samples of one thing, and each run stands for itself. Learning curves go into `output`, a PNG, unless it is None.
     """
     found = find_runs(runs)
     if not found:
-        raise QfleetError(
+        raise ConfigError(
             "there is nothing to compare; give the directories of runs, as in: qfleet compare runs/a runs/b"
         )
     groups = tuple(_group(members) for members in _grouped(found))
@@ -110,16 +110,40 @@ def table(groups: Sequence[Group]) -> str:
 
 
 def _grouped(runs: Sequence[Run]) -> list[list[Run]]:
-    groups: dict[tuple[str, str, str], list[Run]] = {}
+    named: dict[tuple[str, str, str], list[Run]] = {}
     for run in runs:
-        groups.setdefault((run.preset, run.algo, run.label), []).append(run)
+        named.setdefault((run.preset, run.algo, run.label), []).append(run)
     result: list[list[Run]] = []
-    for members in groups.values():
+    for members in (alike for same_name in named.values() for alike in _parted(same_name)):
         if len({run.seed for run in members}) == len(members):
             result.append(members)
         else:
             result += [[dataclasses.replace(run, label=str(run.path))] for run in members]
     return result
+
+
+def _parted(runs: Sequence[Run]) -> list[list[Run]]:
+    """Return runs of one name parted by their settings; each part's label tells the settings that set it apart."""
+    parts: dict[frozenset[tuple[str, str]], list[Run]] = {}
+    for run in runs:
+        parts.setdefault(frozenset(run.settings.items()), []).append(run)
+    shared = frozenset.intersection(*parts)
+    own = [_differences(part[0], shared) for part in parts.values()]
+    for length in range(max(map(len, own)) + 1):
+        labels = [", ".join(f"{name}={value}" for name, value in settings[:length]) for settings in own]
+        if len(set(labels)) == len(labels):
+            break
+    return [[_labelled(run, label) for run in part] for part, label in zip(parts.values(), labels, strict=True)]
+
+
+def _differences(run: Run, shared: frozenset[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the settings that not all runs share; kinds first: where they differ, so does most of their section."""
+    own = [setting for setting in run.settings.items() if setting not in shared]
+    return sorted(own, key=lambda setting: not setting[0].endswith("kind"))
+
+
+def _labelled(run: Run, label: str) -> Run:
+    return dataclasses.replace(run, label=", ".join(part for part in (run.label, label) if part))
 
 
 def _group(runs: Sequence[Run]) -> Group:

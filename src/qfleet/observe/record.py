@@ -52,7 +52,7 @@ def check_output(output: Path) -> None:
 
 
 def record_episode(env_config: EnvConfig, policy: Policy, output: Path, seed: int) -> Recording:
-    """Play one greedy episode on a test seed and write a picture of every step."""
+    """Play the first episode that `qfleet.evaluate` plays with this seed, and write a picture of every step."""
     check_output(output)
     # Pictures are drawn in memory; without this, SDL looks for a screen and complains where there is none.
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
@@ -83,7 +83,7 @@ class _Episode:
     def frames(self, env: VectorEnv) -> Iterator[NDArray[np.uint8]]:
         """Yield RGB images [height, width, 3], from the first observation to the last one before the end."""
         rng, greedy = numpy_stream(self._seed, "recording"), np.zeros(1, np.float32)
-        observation, mask = env.reset(episode_seeds(self._seed, "test", 1))
+        observation, mask = env.reset(episode_seeds(self._seed, "fresh", 1))
         yield env.render()
         while self.steps < MAX_STEPS and not self.complete:
             with torch.inference_mode():

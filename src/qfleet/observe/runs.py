@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
-from qfleet.core.errors import QfleetError
+from qfleet.core.errors import ConfigError, QfleetError
 from qfleet.observe.sinks import read_jsonl
 from qfleet.observe.text import known
 
 Numbers = NDArray[np.float64]
+_FILES = ("config.yaml", "events.jsonl", "summary.json")
+_NO_DIFFERENCE = ("format", "seed", "address", "strict", "checkpoint", "track")
+"""Settings and sections that change neither what is learned nor how it is judged; the seed is looked at by itself."""
 _SEED_DIRECTORY = re.compile(r"seed-(\d+)")
 
 
@@ -30,6 +34,8 @@ class Run:
     label: str
     """What tells this run from others of the same preset and algorithm; empty for nothing."""
     seed: int | None
+    settings: Mapping[str, str]
+    """What its config.yaml says, by dotted name as text, without what makes no difference to a comparison."""
     env_steps: Numbers  # [N] of the evaluations, strictly increasing
     scores: Numbers  # [N] their means
     final_score: float
@@ -52,7 +58,10 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
 
 def load_run(directory: Path, label: str = "") -> Run:
     """Return one run; anything missing or damaged is an error that names the file."""
-    events_file, summary_file = directory / "events.jsonl", directory / "summary.json"
+    config_file, events_file, summary_file = (directory / name for name in _FILES)
+    for file in (config_file, events_file):
+        if not file.is_file():
+            raise ConfigError(f"{directory} holds no run: there is no {file.name} in it")
     events = read_jsonl(events_file)
     summary = _read_summary(summary_file)
     started: list[dict[str, Any]] = [event for event in events if event.get("event") == "started"]
@@ -69,6 +78,7 @@ def load_run(directory: Path, label: str = "") -> Run:
         algo=str(who.get("algo") or ""),
         label=label or str(who.get("label") or ""),
         seed=None if seed is None else int(seed),
+        settings=_read_settings(config_file),
         env_steps=env_steps,
         scores=scores,
         final_score=float(scores[-1]) if test_score is None else test_score,
@@ -82,11 +92,30 @@ def load_run(directory: Path, label: str = "") -> Run:
 def _directories(path: Path) -> list[tuple[Path, str]]:
     """Return (run directory, label) of one path that a user gave."""
     if not path.is_dir():
-        raise QfleetError(
+        raise ConfigError(
             f"{path} is not a directory; give the directories of runs, as in: qfleet compare runs/a runs/b"
         )
     numbered = [(int(match[1]), child) for child in path.iterdir() if (match := _SEED_DIRECTORY.fullmatch(child.name))]
     return [(child, str(path)) for _, child in sorted(numbered)] or [(path, "")]
+
+
+def _read_settings(path: Path) -> dict[str, str]:
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as a configuration ({error})") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: is not the configuration of a run")
+    return dict(_flattened({name: value for name, value in tree.items() if name not in _NO_DIFFERENCE}))
+
+
+def _flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted name and the text of every setting."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flattened(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", str(value)
 
 
 def _read_summary(path: Path) -> dict[str, Any]:

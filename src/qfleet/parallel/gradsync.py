@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -43,19 +42,6 @@ class GradientGroup:
         with self._explained("all-reduce"):
             self._group.allreduce([tensor]).wait()
         return tensor
-
-    def broadcast_(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-        """Replace a contiguous CPU tensor by that of the root rank."""
-        with self._explained("broadcast"):
-            self._group.broadcast(tensor, root).wait()
-        return tensor
-
-    def agrees(self, tensor: torch.Tensor) -> bool:
-        """Return whether all ranks hold the very same bytes; costs a checksum and eight bytes a rank."""
-        mine = zlib.crc32(tensor.detach().contiguous().view(torch.uint8).numpy().data)
-        sums = torch.zeros(self.size, dtype=torch.int64)
-        sums[self.rank] = mine
-        return bool((self.all_reduce_(sums) == mine).all())
 
     def close(self) -> None:
         """Leave the group; the others fail at their next collective."""

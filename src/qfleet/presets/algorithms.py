@@ -1,15 +1,18 @@
-"""The algorithms by name: each is a change of settings that fits any preset."""
+"""The algorithms by name: each is a change of settings that fits any preset, and leaves nothing of the one before."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from qfleet.algo.agent import MunchausenConfig
-from qfleet.algo.torsos import ImpalaConfig, NatureConfig
+from qfleet.algo.agent import MunchausenConfig, ReplayAgent, RolloutAgent, TabularAgent
+from qfleet.algo.exploration import EpsilonGreedyConfig, NoneConfig
+from qfleet.algo.heads import CategoricalConfig, ImplicitQuantileConfig, QuantileConfig
+from qfleet.algo.torsos import ImpalaConfig, MlpConfig, NatureConfig, TabularConfig
 from qfleet.core.errors import ConfigError, did_you_mean
 from qfleet.envs import GymConfig
 from qfleet.experiment import Experiment, with_changes
+from qfleet.replay import PrioritisedConfig, UniformConfig
 
 Changes = dict[str, Any]
 
@@ -28,87 +31,77 @@ PUBLISHED_RETURNS = (-10.0, 10.0)
 
 def _dqn(experiment: Experiment) -> Changes:
     """DQN (Mnih et al., 2015)."""
-    return {"agent.double": False, "agent.n_step": 1}
+    return _replay(experiment)
 
 
 def _double(experiment: Experiment) -> Changes:
     """Double DQN (van Hasselt et al., 2016): the online network chooses, the target network values."""
-    return {"agent.double": True}
+    return _replay(experiment, double=True)
 
 
 def _dueling(experiment: Experiment) -> Changes:
     """Dueling DQN (Wang et al., 2016): value and advantages apart; with Double targets, as in the paper."""
-    return {"agent.double": True, "agent.dueling": True}
+    return _replay(experiment, double=True, dueling=True)
 
 
 def _nstep(experiment: Experiment) -> Changes:
     """Three-step returns with Double targets."""
-    return {"agent.double": True, "agent.n_step": 3}
+    return _replay(experiment, double=True, n_step=3)
 
 
 def _prioritised(experiment: Experiment) -> Changes:
     """Prioritised replay (Schaul et al., 2016) with Double targets."""
-    return {"agent.double": True, "replay.sampler.kind": "prioritised"}
+    return {**_replay(experiment, double=True), "replay.sampler": PrioritisedConfig()}
 
 
 def _noisy(experiment: Experiment) -> Changes:
     """Noisy networks (Fortunato et al., 2018): learned noise explores in place of epsilon."""
-    return {"agent.double": True, "agent.noisy": True, "exploration.kind": "none"}
+    return {**_replay(experiment, noisy=True), "exploration": NoneConfig()}
 
 
 def _c51(experiment: Experiment) -> Changes:
     """C51 (Bellemare et al., 2017): a categorical distribution of returns, over the range that the task has."""
-    env = experiment.env
-    low, high = PUBLISHED_RETURNS
-    if isinstance(env, GymConfig) and env.id in RETURNS:
-        low, high = (bound * env.reward_scale for bound in RETURNS[env.id])
-    return {"agent.head": {"kind": "categorical", "v_min": low, "v_max": high}}
+    return _replay(experiment, head=_categorical(experiment), loss="huber")
 
 
 def _qr(experiment: Experiment) -> Changes:
     """QR-DQN (Dabney et al., 2018): quantiles of the return."""
-    return {"agent.head.kind": "quantile"}
+    return _replay(experiment, head=QuantileConfig(), loss="huber")
 
 
 def _iqn(experiment: Experiment) -> Changes:
     """IQN (Dabney et al., 2018): quantiles at random fractions."""
-    return {"agent.head.kind": "implicit_quantile"}
+    return _replay(experiment, head=ImplicitQuantileConfig(), loss="huber")
 
 
 def _munchausen(experiment: Experiment) -> Changes:
     """Munchausen DQN (Vieillard et al., 2020): soft targets with the policy's log-probability as a bonus."""
-    # What is published fits rewards of about 1; both numbers are in units of the reward.
-    unit = experiment.env.reward_scale if isinstance(experiment.env, GymConfig) else 1.0
-    published = MunchausenConfig()
-    scaled = published.replace(temperature=published.temperature * unit, clip=published.clip * unit)
-    return {"agent.double": False, "agent.munchausen": scaled}
+    return _replay(experiment, munchausen=_scaled_munchausen(experiment))
 
 
 def _rainbow(experiment: Experiment) -> Changes:
     """Rainbow (Hessel et al., 2018): double, dueling, three-step, prioritised, noisy and C51 together."""
+    head = _categorical(experiment)
     return {
-        **_noisy(experiment),
-        **_prioritised(experiment),
-        **_c51(experiment),
-        "agent.dueling": True,
-        "agent.n_step": 3,
-        "replay.sampler.alpha": 0.5,
+        **_replay(experiment, head=head, loss="huber", double=True, dueling=True, noisy=True, n_step=3),
+        "replay.sampler": PrioritisedConfig(alpha=0.5),
+        "exploration": NoneConfig(),
     }
 
 
 def _beyond(experiment: Experiment) -> Changes:
-    """Beyond the Rainbow (Clark et al., 2024): IQN, Munchausen, prioritised, noisy; for pixels a wide IMPALA."""
-    changes: Changes = {
-        **_noisy(experiment),
-        **_prioritised(experiment),
-        **_iqn(experiment),
-        **_munchausen(experiment),
-        "agent.dueling": True,
-        "agent.n_step": 3,
-        "replay.sampler.alpha": 0.2,
+    """Beyond the Rainbow (Clark et al., 2024): IQN, Munchausen, prioritised, noisy; for pixels a wide IMPALA.
+
+    Explores by noise and by the preset's epsilon together, as published.
+    """
+    head = ImplicitQuantileConfig(taus=8, target_taus=8, acting_taus=8)
+    soft = _scaled_munchausen(experiment)
+    changes = {
+        **_replay(experiment, head=head, loss="huber", munchausen=soft, dueling=True, noisy=True, n_step=3),
+        "replay.sampler": PrioritisedConfig(alpha=0.2),
     }
     if isinstance(experiment.network, NatureConfig | ImpalaConfig):
-        wide = ImpalaConfig(input=experiment.network.input, width=2, spectral_norm=True, pool=6)
+        wide = ImpalaConfig(input=experiment.network.input, width=2, spectral_norm=True, pool=6, dense=512)
         changes["network"] = wide
     return changes
 
@@ -116,9 +109,9 @@ def _beyond(experiment: Experiment) -> Changes:
 def _pqn(experiment: Experiment) -> Changes:
     """PQN (Gallici et al., 2024): Q(lambda) on fresh rollouts with LayerNorm; no replay, no target network."""
     return {
-        **_without_replay(experiment, "rollout"),
-        "agent.epochs": 4,
-        "agent.minibatches": 4,
+        **_deep_network(experiment),
+        **_without_replay(experiment),
+        "agent": RolloutAgent(gamma=experiment.agent.gamma, epochs=4, minibatches=4),
         "network.layer_norm": True,
         "optim.lr": 1e-3,
     }
@@ -126,24 +119,50 @@ def _pqn(experiment: Experiment) -> Changes:
 
 def _tabular(experiment: Experiment) -> Changes:
     """Watkins' Q-learning on a table; for environments whose observation is one Discrete value."""
-    return {**_without_replay(experiment, "tabular"), "network.kind": "tabular"}
+    agent = TabularAgent(gamma=experiment.agent.gamma)
+    return {**_without_replay(experiment), "agent": agent, "network.kind": "tabular"}
 
 
-def _without_replay(experiment: Experiment, kind: str) -> Changes:
-    return {
-        "agent.kind": kind,
-        "agent.gamma": experiment.agent.gamma,
-        "learner.evaluated": "online",
-        "replay.sampler.kind": "uniform",
-        "normalise_rewards": False,
-    }
+def _replay(experiment: Experiment, **parts: Any) -> Changes:
+    """Return what makes a DQN with these parts and no others; how its target moves and errors count stays."""
+    before, kept = experiment.agent, {}
+    if isinstance(before, ReplayAgent):
+        kept = {"target": before.target, "loss": before.loss, "huber_threshold": before.huber_threshold}
+    agent = ReplayAgent(gamma=before.gamma, **{**kept, **parts})
+    return {**_deep_network(experiment), **_plain(experiment), "agent": agent}
 
 
-def _deep(experiment: Experiment) -> Changes:
-    """Return what turns a table into a network with replay, so that other algorithms apply."""
-    if experiment.network.kind != "tabular":
-        return {}
-    return {"network.kind": "mlp", "agent.kind": "replay", "agent.gamma": experiment.agent.gamma}
+def _without_replay(experiment: Experiment) -> Changes:
+    return {**_plain(experiment), "learner.evaluated": "online", "normalise_rewards": False}
+
+
+def _plain(experiment: Experiment) -> Changes:
+    """Return what undoes an algorithm's choice of samples and of exploration."""
+    silent = isinstance(experiment.exploration, NoneConfig)
+    exploration = EpsilonGreedyConfig() if silent else experiment.exploration
+    return {"replay.sampler": UniformConfig(), "exploration": exploration}
+
+
+def _deep_network(experiment: Experiment) -> Changes:
+    """Return what undoes an algorithm's choice of the network: a table, and the LayerNorm of PQN."""
+    if isinstance(experiment.network, TabularConfig):
+        return {"network": MlpConfig()}
+    return {"network.layer_norm": False} if isinstance(experiment.agent, RolloutAgent) else {}
+
+
+def _categorical(experiment: Experiment) -> CategoricalConfig:
+    env = experiment.env
+    low, high = PUBLISHED_RETURNS
+    if isinstance(env, GymConfig) and env.id in RETURNS:
+        low, high = (bound * env.reward_scale for bound in RETURNS[env.id])
+    return CategoricalConfig(v_min=low, v_max=high)
+
+
+def _scaled_munchausen(experiment: Experiment) -> MunchausenConfig:
+    """What is published fits rewards of about 1; both numbers are in units of the reward."""
+    unit = experiment.env.reward_scale if isinstance(experiment.env, GymConfig) else 1.0
+    published = MunchausenConfig()
+    return MunchausenConfig(temperature=published.temperature * unit, clip=published.clip * unit)
 
 
 ALGORITHMS: dict[str, Callable[[Experiment], Changes]] = {
@@ -165,8 +184,11 @@ ALGORITHMS: dict[str, Callable[[Experiment], Changes]] = {
 
 
 def apply(experiment: Experiment, name: str) -> Experiment:
-    """Return the experiment with another algorithm; settings that the algorithm does not decide stay."""
+    """Return the experiment with another algorithm in place of its own; settings that no algorithm decides stay.
+
+    What an algorithm has no use for is gone when another one follows: the epsilon of noisy networks, the target rule
+    and the evaluated network of agents without replay, the network of a table. Those come back with their defaults.
+    """
     if name not in ALGORITHMS:
         raise ConfigError(f"algo '{name}' is unknown: one of {', '.join(ALGORITHMS)}.{did_you_mean(name, ALGORITHMS)}")
-    experiment = with_changes(experiment, _deep(experiment))
     return with_changes(experiment, {**ALGORITHMS[name](experiment), "algo": name})

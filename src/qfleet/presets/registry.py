@@ -9,17 +9,18 @@ from typing import Any
 
 from qfleet.core.errors import ConfigError, QfleetError, did_you_mean
 from qfleet.experiment import Experiment
-from qfleet.presets import classic, small
 from qfleet.presets.atari import atari
+from qfleet.presets.classic import acrobot, cartpole, lunarlander, mountaincar
 from qfleet.presets.registered import registered
+from qfleet.presets.small import catch, maze
 
 PRESETS: dict[str, Callable[[], Experiment]] = {
-    "cartpole": classic.cartpole,
-    "acrobot": classic.acrobot,
-    "mountaincar": classic.mountaincar,
-    "lunarlander": classic.lunarlander,
-    "catch": small.catch,
-    "maze": small.maze,
+    "cartpole": cartpole,
+    "acrobot": acrobot,
+    "mountaincar": mountaincar,
+    "lunarlander": lunarlander,
+    "catch": catch,
+    "maze": maze,
 }
 PREFIXES: dict[str, tuple[str, Callable[[str], Experiment]]] = {"atari": ("GAME", atari), "gym": ("ID", registered)}
 """By prefix: what follows the colon, and the function that takes it."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from pydantic import Field
@@ -24,13 +25,24 @@ from qfleet.replay.storage import Lz4Config, MappedConfig, RamConfig
 from qfleet.replay.store import RowStore
 from qfleet.replay.windows import Arrival, Completed, NStepWindows, SequenceWindow, SequenceWindows, Windows
 
+T = TypeVar("T")
 _NO_EXTRAS: Mapping[str, LeafSpec] = MappingProxyType({})
+
+
+def message(kind: type[T], **fields: Any) -> T:
+    """Return a message from all of its fields, without the generated __init__ of a frozen dataclass.
+
+    That one sets field by field and costs as much as the rest of a small batch's assembly.
+    """
+    made = object.__new__(kind)
+    object.__setattr__(made, "__dict__", fields)
+    return made
 
 
 class ReplayConfig(Config):
     """How much is remembered, where, and what is drawn from it."""
 
-    capacity: int = Field(100_000, gt=0)
+    capacity: int = Field(100_000, gt=0, lt=2**31)
     """Rows of one shard (an environment step each, one more at an episode's end), rounded down to whole segments."""
     sampler: Annotated[UniformConfig | PrioritisedConfig, Field(discriminator="kind")] = UniformConfig()
     """Which items a batch takes."""
@@ -86,7 +98,8 @@ class Replay:
         self.chains = Chains(segments, rows, streams, self._evict)
         self.windows: Windows = SequenceWindows(streams, sequence) if sequence else NStepWindows(streams, n_step, gamma)
         self.powers = gamma ** np.arange(n_step + 1, dtype=np.float64)
-        self.store = RowStore(config.storage, spec, self.chains, bool(sequence), extras, directory)
+        prioritised = isinstance(config.sampler, PrioritisedConfig)
+        self.store = RowStore(config.storage, spec, self.chains, bool(sequence), prioritised, extras, directory)
         self.sampler = make_sampler(config.sampler, self.capacity, rng)
         self.rewards = RewardScale(streams, gamma) if normalise_rewards else None
         self.version = Version()
@@ -148,9 +161,8 @@ class Replay:
         if completed.returns is None:
             self.store.write("steps", rows, completed.steps)
         else:
-            self.store.write("reward", rows, completed.returns)
-            self.store.write("bootstrap", rows, completed.bootstrap)
-            self.store.write("discount", rows, np.where(completed.terminated, 0.0, self.powers.take(completed.steps)))
+            discount = np.where(completed.terminated, 0.0, self.powers.take(completed.steps))
+            self.store.records.write_window(rows, completed.bootstrap, completed.returns, discount)
         if self.store.stack > 1:
             rows = rows[self.store.frames_present(rows)]
         self.sampler.add(rows)
@@ -178,23 +190,25 @@ class Replay:
 
     def transitions(self, rows: Ints, weight: Floats) -> Batch:
         """Return the items at `rows` [B], which must be sampleable, as a batch."""
-        reward, scale = self.store.read("reward", rows), 1.0
+        whole, (reward, discount) = self.store.records.read(rows)
+        scale = 1.0
         if self.rewards:
             scale = self.rewards.scale
             reward = reward / np.float32(scale)
-        both = np.concatenate([rows, self.store.read("bootstrap", rows)])
-        observations = self.store.observe(both)
+        both = whole[2:].reshape(-1)  # the rows, then those that they bootstrap from
+        observation, next_observation = self.store.observe_pairs(both)
         masks = self.store.read("mask", both) if self.spec.masked else None
         size = len(rows)
-        return Batch(
-            observation={name: value[:size] for name, value in observations.items()},
-            action=self.store.read("action", rows).astype(np.int64),
+        return message(
+            Batch,
+            observation=observation,
+            action=whole[0],
             reward=reward,
-            discount=self.store.read("discount", rows),
-            next_observation={name: value[size:] for name, value in observations.items()},
+            discount=discount,
+            next_observation=next_observation,
             weight=weight,
             index=rows,
-            generation=self.chains.generation.take(rows // self.chains.rows),
+            generation=whole[1],
             mask=None if masks is None else masks[:size],
             next_mask=None if masks is None else masks[size:],
             version=self.version,
@@ -240,19 +254,26 @@ class Replay:
         if sequences != (self.sequence is not None):
             kind, method = ("sequences", "sample_sequences") if self.sequence else ("transitions", "sample")
             raise ValueError(f"this replay holds {kind}: call {method}()")
-        if not len(self):
+        if not self.sampler.count:
             raise ValueError("nothing to sample yet: no item of this replay is complete")
 
     def update_priorities(self, priorities: Priorities) -> int:
         """Write the priorities of sampled items that are still there; return how many those were."""
+        highest = self.store.records.highest(priorities)
+        if self.store.stack > 1 or math.isnan(highest):
+            return self._update_some(priorities)
+        return self.sampler.update(priorities.index, priorities.priority, highest)
+
+    def _update_some(self, priorities: Priorities) -> int:
+        """Write the priorities that are finite and whose items are still there."""
         index, values = priorities.index, priorities.priority
-        current = self.chains.generation.take(index // self.chains.rows) == priorities.generation
+        current = self.chains.current(index, priorities.generation)
         if self.store.stack > 1:  # an item may have lost frames to an eviction although its own segment is there
             current &= self.sampler.contains(index)
-        if not current.all():
-            self.counts["stale_priorities"] += len(index) - int(np.count_nonzero(current))
-            index, values = index[current], values[current]
-        return self.sampler.update(index, values)
+        self.counts["stale_priorities"] += len(index) - int(np.count_nonzero(current))
+        current &= np.isfinite(values)
+        index, values = index[current], values[current]
+        return self.sampler.update(index, values, float(values.max(initial=0.0)))
 
     # ------------------------------------------------------------------ numbers and state
 

@@ -52,10 +52,6 @@ class RateLimiter:
         if abs(moved) > self.tolerance * self.train_period:
             self.forgiven += moved
 
-    def samples_per_insert(self) -> float:
-        """Return how often a transition has been sampled so far, on average."""
-        return self.updates.total() * self.batch_size / max(self.inserts.total(), 1)
-
     def _owed(self) -> float:
         """Transitions inserted that no update has answered yet."""
         counted = max(self.inserts.total() - self.learning_starts, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import Literal
 
@@ -65,8 +64,8 @@ class Sampler(ABC):
     def draw(self, size: int, beta: float) -> tuple[Ints, Floats]:
         """Return `size` rows of the set, drawn with replacement, and their importance weights (at most 1)."""
 
-    def update(self, rows: Ints, priorities: Floats) -> int:
-        """Write new priorities of rows of the set; return how many were written."""
+    def update(self, rows: Ints, priorities: Floats, highest: float) -> int:
+        """Write new finite priorities, the `highest` among them, of rows of the set; return how many were written."""
         return 0
 
     def metrics(self) -> dict[str, float]:
@@ -169,16 +168,12 @@ class PrioritisedSampler(Sampler):
 
     def draw(self, size: int, beta: float) -> tuple[Ints, Floats]:
         """Return one row from each of `size` equal parts of the total priority, and their weights."""
-        rows, values = self.tree.draw(self.rng.random(size))
+        rows, relative = self.tree.draw(self.rng.random(size))
         # (N p / total)^-beta over its maximum, which the least likely item has: N and total cancel
-        return rows, ((self.tree.minimum / values) ** beta).astype(np.float32)
+        return rows, (relative**beta).astype(np.float32)
 
-    def update(self, rows: Ints, priorities: Floats) -> int:
-        """Write new priorities; those that are not finite are left out."""
-        highest = float(priorities.max(initial=0.0))
-        if not math.isfinite(highest):
-            finite = np.isfinite(priorities)
-            return self.update(rows[finite], priorities[finite])
+    def update(self, rows: Ints, priorities: Floats, highest: float) -> int:
+        """Write new priorities."""
         if not len(rows):
             return 0
         first = self.max_priority is None

@@ -101,6 +101,11 @@ class Chains:
             chain.append(self.next.take(chain[-1], mode="clip"))
         return np.take_along_axis(np.stack(chain, axis=1), hops, axis=1) * self.rows + place
 
+    def current(self, rows: Ints, generation: Ints) -> Bools:
+        """Return which of `rows` [M] still belong to the `generation` [M] that they were read in."""
+        same: Bools = self.generation.take(rows // self.rows) == generation
+        return same
+
     def has_predecessors(self, rows: Ints, back: Ints) -> Bools:
         """Return whether the `back` [M] rows before each of `rows` [M] are still there."""
         segment, offset = np.divmod(rows, self.rows)

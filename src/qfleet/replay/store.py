@@ -13,7 +13,8 @@ from qfleet.core.errors import CheckpointError
 from qfleet.core.role import State
 from qfleet.core.spec import EnvSpec, LeafSpec
 from qfleet.core.types import Bools, Experience, Ints, Leaves
-from qfleet.replay import memory
+from qfleet.replay.memory import ASSUMED_COMPRESSION, available_disk, available_memory, check_fits
+from qfleet.replay.records import WORDS, make_records
 from qfleet.replay.segments import Chains
 from qfleet.replay.storage import Column, Lz4Config, MappedConfig, StorageConfig, observation_column, ram_column
 
@@ -32,6 +33,7 @@ class RowStore:
         spec: EnvSpec,
         chains: Chains,
         sequences: bool,
+        prioritised: bool,
         extras: Mapping[str, LeafSpec],
         directory: Path | None,
     ) -> None:
@@ -47,18 +49,19 @@ class RowStore:
             for name, leaf in spec.observations.items()
         }
         self.columns = {name: ram_column(self.capacity, shape, dtype) for name, (shape, dtype) in shapes.items()}
+        self.records = make_records(self.columns["record"].array.view(np.int32), chains, prioritised)
+        """What is read of a transition; a replay of sequences has empty ones."""
 
     def _shapes(self, extras: Mapping[str, LeafSpec]) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Return shape and dtype of every column but the observations."""
         shapes: dict[str, tuple[tuple[int, ...], Any]] = {
             "age": ((), np.uint8),
-            "action": ((), np.min_scalar_type(self.spec.actions - 1)),
-            "reward": ((), np.float32),  # of the row in a replay of sequences, else of its whole window
+            "record": ((0 if self.sequences else WORDS,), np.int32),
         }
         if self.sequences:
+            action = np.min_scalar_type(self.spec.actions - 1)
+            shapes |= {"action": ((), action), "reward": ((), np.float32)}
             shapes |= {"terminated": ((), np.bool_), "steps": ((), np.int32)}
-        else:
-            shapes |= {"bootstrap": ((), np.int64), "discount": ((), np.float32)}
         if self.spec.masked:
             shapes["mask"] = ((self.spec.actions,), np.bool_)
         return shapes | {f"extras.{name}": (leaf.shape, leaf.dtype) for name, leaf in extras.items()}
@@ -67,16 +70,16 @@ class RowStore:
         frames, advice = {}, ", or set replay.storage.kind to lz4 (compressed) or mapped (on disk)"
         for name, leaf in self.spec.observations.items():
             if isinstance(self.config, Lz4Config) and self.config.compresses(leaf):
-                gain = memory.ASSUMED_COMPRESSION
-                frames[f"observation '{name}' (LZ4 taken to gain {gain} to 1)"] = leaf.frame_bytes / gain
+                gain = f"(LZ4 taken to gain {ASSUMED_COMPRESSION} to 1)"
+                frames[f"observation '{name}' {gain}"] = leaf.frame_bytes / ASSUMED_COMPRESSION
                 advice = ", or set replay.storage.kind to mapped (on disk)"
             else:
                 frames[f"observation '{name}'"] = leaf.frame_bytes
         if isinstance(self.config, MappedConfig) and directory is not None:
-            memory.check_fits(self.capacity, frames, memory.available_disk(directory), f"disk of {directory}", "")
+            check_fits(self.capacity, frames, available_disk(directory), f"disk of {directory}", "")
             frames, advice = {}, ""
         needed = {**frames, **columns, "sampler": SAMPLER_BYTES}
-        memory.check_fits(self.capacity, needed, memory.available_memory(), "memory", advice)
+        check_fits(self.capacity, needed, available_memory(), "memory", advice)
 
     def check_message(self, experience: Experience) -> None:
         """Raise ValueError for a message whose arrays do not have the shapes of the spec."""
@@ -93,12 +96,14 @@ class RowStore:
         for name, column in self.observations.items():
             column.write(rows, experience.observation[name][group])
         self.write("age", rows, np.minimum(age, OLDEST_AGE))
-        self.write("action", rows, experience.action[group])
         if experience.mask is not None:
             self.write("mask", rows, experience.mask[group])
         for name in self.extras:
             self.write(f"extras.{name}", rows, experience.extras[name][group])
-        if self.sequences:
+        if not self.sequences:
+            self.records.write_action(rows, experience.action[group])
+        else:
+            self.write("action", rows, experience.action[group])
             self.write("reward", rows, experience.reward[group])
             self.write("terminated", rows, experience.terminated[group])
 
@@ -131,6 +136,13 @@ class RowStore:
                 frames[back > age] = 0
             observations[name] = frames
         return observations
+
+    def observe_pairs(self, rows: Ints) -> tuple[Leaves, Leaves]:
+        """Return the observations at the first and at the second half of `rows` [2 B], read together."""
+        first, second, size = {}, {}, len(rows) // 2
+        for name, value in self.observe(rows).items():
+            first[name], second[name] = value[:size], value[size:]
+        return first, second
 
     def frames_present(self, rows: Ints) -> Bools:
         """Return for which of `rows` [M] the whole frame stack is stored."""

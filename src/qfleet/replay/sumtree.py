@@ -8,6 +8,7 @@ compiled variant in `sumtree_numba` agrees with this one to the last bit.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from itertools import pairwise
 
@@ -41,9 +42,16 @@ class SumTree:
         self.levels = [self.sums[a:b] for a, b in pairwise(self.offsets)]
         inner = self.offsets[1:] - lengths[0]
         self.min_levels = [self.mins[a:b] for a, b in pairwise(inner)]
+        self._children = [level.reshape(-1, ARITY) for level in self.levels[:-1]]
+        self._min_children = [level.reshape(-1, ARITY) for level in self.min_levels[:-1]]
         self._running = np.zeros(tops + 1, np.float64)
-        self._minimum = np.inf
         self._stale = True
+        self._minimum = np.inf
+        """The smallest positive value, NaN when it must be looked for in `mins`."""
+        self._changed = np.zeros(len(self.levels[1]), np.bool_)
+        """The lowest inner nodes whose `mins` are not up to date."""
+        self._parts = np.zeros(0)
+        self._prepare(1)
 
     def get(self, index: Ints) -> Doubles:
         """Return the values [B] at `index` [B]."""
@@ -63,70 +71,105 @@ class SumTree:
     @property
     def minimum(self) -> float:
         """The smallest positive value; infinity when there is none."""
-        self.refresh()
+        if math.isnan(self._minimum):
+            self._minimum = self._find_minimum()
         return self._minimum
 
     def set(self, index: Ints, value: Doubles) -> None:
         """Write `value` [B] at `index` [B]; where an index occurs twice, the last value stays."""
+        if not len(index):
+            return
         self._stale = True
-        self.levels[0][index] = value
+        before = self.sums.take(index)
+        self.sums[index] = value
         node = index
         for level in range(1, len(self.levels)):
             node = node >> BITS
+            if level == 1:
+                self._changed[node] = True
             if node.size > ARITY:
                 node = np.unique(node)
-            children = self.levels[level - 1].reshape(-1, ARITY).take(node, axis=0)
-            # accumulate adds in order, unlike sum, so that every implementation gets the same bits
-            self.levels[level][node] = np.add.accumulate(children, axis=1)[:, -1]
-            if level == 1:
-                positive = np.where(children > 0.0, children, np.inf)
-            else:
-                positive = self.min_levels[level - 2].reshape(-1, ARITY).take(node, axis=0)
-            self.min_levels[level - 1][node] = np.minimum.reduce(positive, axis=1)
+            children = self._children[level - 1].take(node, axis=0)
+            self.levels[level][node] = np.add.reduce(children, axis=1)
+        # looking for the minimum is slow, and seldom needed: only when it may have been overwritten
+        if (before == self._minimum).any():
+            self._minimum = np.nan
+        else:
+            self._minimum = min(self._minimum, _smallest(self.sums.take(index)))
+
+    def _find_minimum(self) -> float:
+        node = np.flatnonzero(self._changed)
+        self._changed[node] = False
+        children = self._children[0].take(node, axis=0)
+        self.min_levels[0][node] = np.where(children > 0.0, children, np.inf).min(axis=1)
+        for smaller, larger in zip(self._min_children, self.min_levels[1:], strict=True):
+            node = np.unique(node >> BITS)
+            larger[node] = smaller.take(node, axis=0).min(axis=1)
+        return float(self.min_levels[-1].min())
 
     def draw(self, uniform: Doubles) -> tuple[Ints, Doubles]:
-        """Return one index [B] from each of B equal parts of the total, `uniform` [B] of the way, and their values."""
+        """Return one index [B] from each of B equal parts of the total, and the minimum over its value [B].
+
+        `uniform` [B] says how far into its part each one lies; it may be overwritten.
+        """
         size = len(uniform)
-        index = self.find((np.arange(size) + uniform) * (self.total / size))
-        return index, self.get(index)
+        self._prepare(size)
+        index = self.find((self._parts + uniform) * (self.total / size))
+        return index, self.minimum / self.sums.take(index)
 
     def find(self, mass: Doubles) -> Ints:
         """Return for each mass [B] in [0, total) the index whose share of the running sum of values holds it."""
         self.refresh()
-        running = self._running
-        mass = np.minimum(mass, np.nextafter(running[-1], 0.0))
+        self._prepare(len(mass))
+        shares, running = self._shares, self._running
+        ends, total = shares[:, 1:], shares[:, -1]
+        mass = np.minimum(mass, math.nextafter(running[-1], 0.0))
         node = running.searchsorted(mass, side="right") - 1
-        mass = mass - running.take(node)
+        mass -= running.take(node)
         for level in range(len(self.levels) - 1, 0, -1):
-            shares = np.zeros((len(node), ARITY + 1))
-            children = self.levels[level - 1].reshape(-1, ARITY).take(node, axis=0)
-            np.add.accumulate(children, axis=1, out=shares[:, 1:])
+            np.add.accumulate(self._children[level - 1].take(node, axis=0), axis=1, out=ends)
             # what rounding left over must not fall off the node's end, onto a leaf that is not there
-            mass = np.minimum(mass, np.nextafter(shares[:, -1], 0.0))
-            child = (shares[:, 1:] > mass[:, None]).argmax(axis=1)
-            mass = mass - shares.take(child + np.arange(0, shares.size, ARITY + 1))
-            node = (node << BITS) + child
+            np.minimum(mass, np.nextafter(total, 0.0), out=mass)
+            child = (ends > mass[:, None]).argmax(axis=1)
+            mass -= shares.take(child + self._starts)
+            node <<= BITS
+            node += child
         return node
+
+    def _prepare(self, size: int) -> None:
+        """Have room for the running sums of `size` nodes; batches mostly have one size."""
+        if size != len(self._parts):
+            self._parts, self._shares = np.arange(size, dtype=np.float64), np.zeros((size, ARITY + 1))
+            self._starts = np.arange(0, self._shares.size, ARITY + 1)
 
     def rebuild(self, leaves: Doubles) -> None:
         """Replace all values by `leaves` [n], zeros after them."""
         self.sums[:] = 0.0
-        self.mins[:] = np.inf
-        if len(leaves):
-            self.set(np.arange(len(leaves)), leaves)
+        self.mins[:] = self._minimum = np.inf
         self._stale = True
+        self.set(np.arange(len(leaves)), leaves)
 
     def refresh(self) -> None:
-        """Bring the tops' running sum and the minimum up to date."""
+        """Bring the tops' running sum up to date."""
         if self._stale:
             np.add.accumulate(self.levels[-1], out=self._running[1:])
-            self._minimum = float(self.min_levels[-1].min())
             self._stale = False
 
 
+def _smallest(values: Doubles) -> float:
+    """Return the smallest positive one of `values` [B], infinity when there is none."""
+    smallest = float(np.minimum.reduce(values))
+    return smallest if smallest > 0.0 else float(values.min(initial=np.inf, where=values > 0.0))
+
+
+def use_numba() -> bool:
+    """Return whether to take the compiled loops: where numba is installed, unless QFLEET_NO_NUMBA=1 forbids it."""
+    return os.environ.get("QFLEET_NO_NUMBA") != "1" and importlib.util.find_spec("numba") is not None
+
+
 def make_sum_tree(capacity: int) -> SumTree:
-    """Return the compiled tree where numba is installed, else the NumPy one; QFLEET_NO_NUMBA=1 forces the latter."""
-    if os.environ.get("QFLEET_NO_NUMBA") != "1" and importlib.util.find_spec("numba") is not None:
+    """Return the compiled tree where numba may be used, else the NumPy one."""
+    if use_numba():
         from qfleet.replay.sumtree_numba import CompiledSumTree
 
         return CompiledSumTree(capacity)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,12 @@ from qfleet.core.spec import EnvSpec
 from qfleet.core.types import Evaluated, Ints, Notice, Weights
 from qfleet.core.usercode import UserCode
 from qfleet.envs import EnvConfig, VectorEnv, make_env
+
+Doubles = NDArray[np.float64]
+Playing = Generator[None, None, tuple[Doubles, Ints]]
+"""An evaluation under way: gives control back every few ticks, and in the end scores [N] and lengths [N]."""
+_TICKS = 100
+"""Ticks of all environments in one step."""
 
 
 class EvaluationConfig(Config):
@@ -89,44 +95,58 @@ class Evaluator(Role):
         self._flat = FlatParameters(self._network)
         self._env: VectorEnv | None = None
         self._best = -np.inf
+        self._weights: Weights | None = None
+        self._playing: Playing | None = None
+        self._seconds = 0.0
 
     def step(self) -> Status:
-        """Evaluate one set of weights, from the first episode to the last."""
+        """Play a few ticks of the present evaluation, or begin the next one."""
         if not self._handles.events.ready():
             return Idle("results are not read", wake_on=(self._handles.events,))
-        weights = self._handles.models.receive()
-        if weights is None:
+        self._weights = self._weights or self._handles.models.receive()
+        if self._weights is None:
             if self._handles.models.exhausted():
                 return DONE
             return Idle("no new model to evaluate", wake_on=(self._handles.models,))
-        self.phase = "evaluating"
         began = time.perf_counter()
+        self._playing = self._playing or self._begin(self._weights)
+        try:
+            next(self._playing)
+            self._seconds += time.perf_counter() - began
+        except StopIteration as end:
+            self._seconds += time.perf_counter() - began
+            self._finish(*end.value)
+        return WORKED
+
+    def _begin(self, weights: Weights) -> Playing:
+        self.phase, self._seconds = "evaluating", 0.0
         self._flat.load_numpy(weights.flat)
+        config = self._setup.evaluation
         if self._env is None:
-            config = self._setup.evaluation
             envs = min(config.envs, config.episodes)
             self._env = make_env(self._setup.env, envs, evaluation=True, factory=self._setup.code.env)
-        returns, lengths = play(self._network, self._env, self._setup.evaluation, self._setup.seed, "validation")
+        return playing(self._network, self._env, config, self._setup.seed, "validation", config.episodes)
+
+    def _finish(self, returns: Doubles, lengths: Ints) -> None:
+        weights, self._weights, self._playing, self.phase = self._weights, None, None, "running"
+        assert weights is not None
         # Of equal scores the later one is kept: it has seen more.
         best = bool(returns.mean() >= self._best)
         self._best = max(self._best, float(returns.mean()))
-        seconds = time.perf_counter() - began
         result = Evaluated(
-            weights.version, weights.env_steps, returns, lengths, seconds, best, weights if best else None
+            weights.version, weights.env_steps, returns, lengths, self._seconds, best, weights if best else None
         )
         # The score is part of a checkpoint: without the weights, which are elsewhere, and the seconds, which vary.
         self._handles.score.publish(dataclasses.replace(result, weights=None, seconds=0.0))
         self._handles.events.send(result)
-        self.phase = "running"
-        return WORKED
 
     def state_dict(self) -> State:
-        """Return the best mean so far; every evaluation starts from its own seeds."""
-        return {"best": self._best}
+        """Return the best mean so far, and the weights of an unfinished evaluation, which begins anew."""
+        return {"best": self._best, "weights": self._weights}
 
     def load_state_dict(self, state: State) -> None:
         """Continue."""
-        self._best = state["best"]
+        self._best, self._weights, self._playing = state["best"], state["weights"], None
 
     def close(self) -> None:
         """Close the environments."""
@@ -135,38 +155,56 @@ class Evaluator(Role):
 
 
 def play(
-    network: QNetwork, env: VectorEnv, config: EvaluationConfig, seed: int, split: str, episodes: int | None = None
-) -> tuple[NDArray[np.float64], Ints]:
+    network: QNetwork, env: VectorEnv, config: EvaluationConfig, seed: int, split: str, episodes: int
+) -> tuple[Doubles, Ints]:
     """Play episodes on the seeds of a split; returns true scores [N] and lengths [N] in the seeds' order."""
-    count = episodes or config.episodes
-    seeds = seeding.episode_seeds(seed, split, count)
+    game = playing(network, env, config, seed, split, episodes)
+    while True:
+        try:
+            next(game)
+        except StopIteration as end:
+            scores, lengths = end.value
+            return scores, lengths
+
+
+def playing(
+    network: QNetwork, env: VectorEnv, config: EvaluationConfig, seed: int, split: str, episodes: int
+) -> Playing:
+    """Do what `play` does, a few ticks at a time."""
+    seeds = seeding.episode_seeds(seed, split, episodes)
     rng = seeding.numpy_stream(seed, "evaluator", purpose=split)
     network.eval()
     network.set_generator(seeding.torch_stream(seed, "evaluator", purpose=split))
-    waves = [_wave(network, env, seeds[at : at + env.num_envs], config, rng) for at in range(0, count, env.num_envs)]
-    return np.concatenate([w[0] for w in waves]), np.concatenate([w[1] for w in waves])
+    scores, lengths = [], []
+    for at in range(0, episodes, env.num_envs):
+        score, length = yield from _wave(network, env, seeds[at : at + env.num_envs], config, rng)
+        scores.append(score)
+        lengths.append(length)
+    return np.concatenate(scores), np.concatenate(lengths)
 
 
 def _wave(
     network: QNetwork, env: VectorEnv, seeds: Sequence[int], config: EvaluationConfig, rng: np.random.Generator
-) -> tuple[NDArray[np.float64], Ints]:
+) -> Playing:
     """Play one episode in each of the first `len(seeds)` environments; surplus environments are stepped and ignored."""
     padded = [*seeds, *[seeds[-1]] * (env.num_envs - len(seeds))]
     observation, mask = env.reset(padded)
     epsilon = np.full(env.num_envs, config.epsilon, np.float32)
     score, length = np.zeros(env.num_envs), np.zeros(env.num_envs, np.int64)
-    playing = np.arange(env.num_envs) < len(seeds)
-    for _ in range(config.max_episode_steps):
+    going = np.arange(env.num_envs) < len(seeds)
+    for number in range(config.max_episode_steps):
+        if number % _TICKS == _TICKS - 1:
+            yield
         with torch.inference_mode():
             q = network.q({name: torch.from_numpy(leaf) for name, leaf in observation.items()}).numpy()
         tick = env.step(choose(q, epsilon, mask, rng))
-        counted = playing & tick.valid
+        counted = going & tick.valid
         score[counted] += tick.reward[counted]
         length[counted] += 1
-        ended = np.intersect1d(tick.scored, np.flatnonzero(playing))
+        ended = np.intersect1d(tick.scored, np.flatnonzero(going))
         score[ended] = tick.scores[np.isin(tick.scored, ended)]
-        playing[ended] = False
-        if not playing.any():
+        going[ended] = False
+        if not going.any():
             break
         observation, mask = tick.observation, tick.mask
     return score[: len(seeds)], length[: len(seeds)]

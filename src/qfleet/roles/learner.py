@@ -109,7 +109,7 @@ class Learner(Role):
         self._update = self._build_update()
         self._batches_seen = self._updates = self._skips = self._skipped = 0
         self._evaluations_due = 0
-        self._lag = self._reward_scale = 0.0
+        self._lag_sum, self._reward_scale = 0, 1.0
         self._latest: dict[str, torch.Tensor] = {}
         self._published: Version | None = None
 
@@ -151,11 +151,11 @@ class Learner(Role):
         return Idle("no batch", wake_on=self._handles.batches)
 
     def _learn(self, message: Batch | Rollout) -> None:
+        self._lag_sum += self._version.number - message.version.number
         result = self._update(message)
         self._batches_seen += 1
         self._updates += result.updates
         self._latest = result.metrics
-        self._lag = float(self._version.number - message.version.number)
         if self._handles.weights is not None:
             self._handles.updates.add(result.updates)
         if isinstance(message, Batch):
@@ -209,7 +209,8 @@ class Learner(Role):
 
     def _model(self) -> Weights:
         flat = self._update.target_flat if self._setup.learner.evaluated == "target" else None
-        return snapshot(flat or self._update.flat, self._version, self._handles.env_steps.total())
+        steps = self._handles.env_steps.total()
+        return snapshot(flat or self._update.flat, self._version, steps, self._reward_scale)
 
     def _finish(self) -> Status:
         """Have the last weights evaluated too, then end."""
@@ -228,7 +229,7 @@ class Learner(Role):
             "updates": float(self._updates),
             "learning_rate": self._update.learning_rate,
             "skipped_updates": float(self._skipped),
-            "policy_lag": self._lag,
+            "policy_lag": self._lag_sum / max(self._batches_seen, 1),
             "reward_scale": self._reward_scale,
         }
 
@@ -238,7 +239,7 @@ class Learner(Role):
             "update": self._update.state_dict(),
             "counters": [self._batches_seen, self._updates, self._skips, self._skipped, self._evaluations_due],
             "published": self._published,
-            "lag": self._lag,
+            "lag_sum": self._lag_sum,
             "reward_scale": self._reward_scale,
         }
 
@@ -246,7 +247,8 @@ class Learner(Role):
         """Continue."""
         self._update.load_state_dict(state["update"])
         self._batches_seen, self._updates, self._skips, self._skipped, self._evaluations_due = state["counters"]
-        self._published, self._lag, self._reward_scale = state["published"], state["lag"], state["reward_scale"]
+        self._published, self._lag_sum = state["published"], state["lag_sum"]
+        self._reward_scale = state["reward_scale"]
 
     def close(self) -> None:
         """Leave the learner group."""

@@ -14,10 +14,10 @@ from qfleet.core.role import State
 from qfleet.core.types import Version, Weights
 
 
-def snapshot(flat: FlatParameters, version: Version, env_steps: int) -> Weights:
+def snapshot(flat: FlatParameters, version: Version, env_steps: int, reward_scale: float = 1.0) -> Weights:
     """Return a network's weights as a message of their own."""
     values = flat.to_numpy()
-    return Weights(version, values, checksum(values), env_steps)
+    return Weights(version, values, checksum(values), env_steps, reward_scale)
 
 
 class WeightReader:

@@ -1,7 +1,7 @@
 """Checkpoints on disk: complete or absent, hashed, readable without running any code, and never half loaded.
 
-Layout: `checkpoints/000000012345/` with `manifest.json` (format, position, sha256 of every file) and, for each role,
-`NAME.msgpack` (plain values) and `NAME.safetensors` (arrays).
+Layout: `checkpoints/000000012345/` with `manifest.json` (format, position, sha256 of every file and of itself) and, for
+each role, `NAME.msgpack` (plain values) and `NAME.safetensors` (arrays).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,26 @@ MANIFEST = "manifest.json"
 _READABLE = (1,)
 
 
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that can be loaded."""
+
+    directory: Path
+    manifest: dict[str, Any]
+    skipped: list[str]
+    """A line for each newer checkpoint that is damaged."""
+
+
 def write_state(directory: Path, name: str, state: State) -> None:
     """Write one role's state as two files."""
     header, arrays = codec.pack(state)
     # Zero-dimensional and empty arrays keep their shape; safetensors wants contiguous ones.
-    save_file(
-        {str(i): np.ascontiguousarray(a).reshape(a.shape) for i, a in enumerate(arrays)},
-        directory / f"{name}.safetensors",
-    )
-    (directory / f"{name}.msgpack").write_bytes(header)
+    tensors = {str(i): np.ascontiguousarray(a).reshape(a.shape) for i, a in enumerate(arrays)}
+    try:
+        save_file(tensors, directory / f"{name}.safetensors")
+        (directory / f"{name}.msgpack").write_bytes(header)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{directory / name}: cannot be written ({error}); is there room on the disk?") from error
 
 
 def read_state(directory: Path, name: str) -> State:
@@ -56,22 +68,23 @@ def read_state(directory: Path, name: str) -> State:
 def save(root: Path, env_steps: int, fill: Callable[[Path], None], meta: dict[str, Any], keep: int) -> Path:
     """Make one checkpoint: `fill` writes its files; it appears under its final name only when complete.
 
-    At most `keep` complete checkpoints stay.
+    At most `keep` complete checkpoints stay. None is ever overwritten: a second one of the same step has a suffix.
     """
     root.mkdir(parents=True, exist_ok=True)
-    final = root / f"{env_steps:012d}"
-    partial = root / f".partial-{env_steps:012d}"
-    shutil.rmtree(partial, ignore_errors=True)
+    final = _new_name(root, env_steps)
+    for stale in root.glob(".partial-*"):  # of a process that was killed: the directory has one user at a time
+        shutil.rmtree(stale)
+    partial = root / f".partial-{final.name}"
     partial.mkdir()
-    fill(partial)
-    files = {path.name: _sha256(path) for path in sorted(partial.iterdir())}
-    manifest = {"format": FORMAT, "env_steps": env_steps, "files": files, **meta}
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for path in partial.iterdir():
-        _fsync(path)
-    _fsync(partial)
-    if final.exists():
-        shutil.rmtree(final)
+    try:
+        fill(partial)
+        _write_manifest(partial, {"env_steps": env_steps, **meta})
+        for path in partial.iterdir():
+            _fsync(path)
+        _fsync(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     os.rename(partial, final)
     _fsync(root)
     for old in complete(root)[:-keep]:
@@ -81,38 +94,69 @@ def save(root: Path, env_steps: int, fill: Callable[[Path], None], meta: dict[st
 
 def complete(root: Path) -> list[Path]:
     """Return the finished checkpoints, oldest first; their content is not verified."""
-    return sorted(path for path in root.glob("[0-9]" * 12) if (path / MANIFEST).is_file())
+    return sorted(path for path in root.glob("[0-9]" * 12 + "*") if (path / MANIFEST).is_file())
 
 
 def verify(directory: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint after checking every file against its hash, or raise CheckpointError."""
+    """Return the manifest of a checkpoint after checking it and every file against its hash."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
-        version, files = manifest["format"], dict(manifest["files"])
-        manifest["env_steps"] + 0
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        version = manifest["format"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{directory / MANIFEST}: not a qfleet manifest ({error})") from error
     if version not in _READABLE:
         raise CheckpointError(f"{directory}: format {version}; this version of qfleet reads {_READABLE}")
-    for name, digest in files.items():
+    digest = manifest.pop("sha256", "")
+    if _digest(manifest) != digest:
+        raise CheckpointError(f"{directory / MANIFEST}: damaged (its hash differs from its content)")
+    files: dict[str, str] = manifest["files"]
+    present = {path.name for path in directory.iterdir()} - {MANIFEST}
+    for name in sorted(files.keys() | present):
         path = directory / name
-        if path.parent != directory or not path.is_file():
+        if name not in present:
             raise CheckpointError(f"{path}: missing from the checkpoint")
-        if _sha256(path) != digest:
+        if name not in files or _sha256(path) != files[name]:
             raise CheckpointError(f"{path}: damaged (its hash differs from the manifest's)")
     return dict(manifest)
 
 
-def newest_good(root: Path) -> tuple[Path, dict[str, Any], list[str]]:
-    """Return the newest checkpoint that verifies, its manifest, and a line for each newer one that was skipped."""
+def newest_good(root: Path) -> Found:
+    """Return the newest checkpoint that verifies."""
     skipped: list[str] = []
     for directory in reversed(complete(root)):
         try:
-            return directory, verify(directory), skipped
+            return Found(directory, verify(directory), skipped)
         except CheckpointError as error:
             skipped.append(str(error))
     detail = "".join(f"\n  skipped {line}" for line in skipped)
     raise CheckpointError(f"{root}: no usable checkpoint{detail}")
+
+
+def set_aside(found: Found) -> None:
+    """Rename what is newer than a found checkpoint, and so damaged: it must not push out good ones later."""
+    for directory in complete(found.directory.parent):
+        if directory.name > found.directory.name:
+            aside = directory.with_name(f".damaged-{directory.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(directory, aside)
+
+
+def _new_name(root: Path, env_steps: int) -> Path:
+    """Return a name that sorts after all of the same step."""
+    name = f"{env_steps:012d}"
+    numbers = [int(path.name[len(name) + 1 :] or 0) for path in root.glob(f"{name}*")]
+    return root / (f"{name}-{max(numbers) + 1:03d}" if numbers else name)
+
+
+def _write_manifest(directory: Path, content: dict[str, Any]) -> None:
+    files = {path.name: _sha256(path) for path in sorted(directory.iterdir())}
+    manifest = {"format": FORMAT, "files": files, **content}
+    (directory / MANIFEST).write_text(json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1))
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    """Return the hash of a manifest without its own, whatever the order and the white space."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

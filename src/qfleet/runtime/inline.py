@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qfleet.core import codec
+from qfleet.core.errors import CheckpointError
 from qfleet.core.protocols import Report
 from qfleet.core.role import State
 from qfleet.runtime import checkpoint
@@ -135,6 +136,9 @@ class InlinePlacement:
         """Return what is known of every role now."""
         return [hosted.report() for hosted in self._host.hosted]
 
+    def pause(self) -> None:
+        """Do nothing: between two calls of `advance` nothing moves."""
+
     def save(self, directory: Path) -> None:
         """Write the state of every role, and of the edges between them, into a directory."""
         for hosted in self._host.hosted:
@@ -154,6 +158,8 @@ class InlinePlacement:
         """Continue from what `save` wrote for the same graph; roles close their streams anew."""
         saved = checkpoint.read_state(directory, "edges")
         for name, edge in self._edges.items():
+            if name not in saved["edges"]:
+                raise CheckpointError(f"{directory} has no edge '{name}': it was made by a differently arranged run")
             content = saved["edges"][name]
             if isinstance(edge, LocalStream):
                 edge.queue = deque(content)

@@ -24,21 +24,23 @@ class RunDir:
         self.model = path / "model"
         self.summary = path / "summary.json"
         self._lock: int | None = None
+        self.begun = False
+        """Whether anything came of the run that must be kept."""
         self._made = False
 
     @classmethod
     def create(cls, path: Path) -> RunDir:
         """Make the directory for a new run; refuses one that holds a run already."""
         run = cls(path)
-        if run.config.exists():
-            raise ConfigError(
-                f"{path} already holds a run: go on with `qfleet resume {path}`, or choose another --run-dir"
-            )
         try:
-            run._made = not path.exists()
+            held, run._made = run.config.exists(), not path.exists()
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"run directory {path} cannot be made: {error.strerror}") from error
+        if held:
+            raise ConfigError(
+                f"{path} already holds a run: go on with `qfleet resume {path}`, or choose another --run-dir"
+            )
         return run
 
     @classmethod
@@ -67,7 +69,7 @@ class RunDir:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._made and getattr(error, "exit_code", 0) == ConfigError.exit_code and not self.checkpoints.exists():
+        if self._made and not self.begun and getattr(error, "exit_code", 0) == ConfigError.exit_code:
             shutil.rmtree(self.path)  # refused before it began: leave nothing behind
         if self._lock is not None:
             os.close(self._lock)  # the kernel gives the lock back, as it does when the process dies

@@ -81,13 +81,17 @@ class SupervisedPlacement(ABC):
         """Return the newest report of every role."""
         return [member.report for member in self.crew]
 
+    def pause(self) -> None:
+        """Stop all roles between two steps; the next `advance` lets them go on."""
+        if self._running:
+            self._pause()
+            self._running = False
+
     def save(self, directory: Path) -> None:
-        """Pause all roles between two steps, write their states and what is on its way between them, and go on."""
-        self._pause()
+        """Write the states of all roles, paused, and what is on its way between them."""
+        self.pause()
         self._ask("save", directory)
         self._save_own_ends(directory)
-        if self._running:
-            self._tell_all("run")
 
     def restore(self, directory: Path) -> None:
         """Continue from what `save` wrote for the same graph; streams are closed anew by their senders."""

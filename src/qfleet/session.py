@@ -1,0 +1,204 @@
+"""One run from its directory to its summary: build, restore, train, test the kept model, write down what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from qfleet.algo.flat import FlatParameters
+from qfleet.algo.model_io import ModelConfigs, load_model, save_model
+from qfleet.algo.networks import QNetwork, build_network
+from qfleet.control.monitor import Callbacks, Monitor, Standing
+from qfleet.control.summary import summarise
+from qfleet.core.errors import CheckpointError
+from qfleet.core.protocols import Placement
+from qfleet.core.spec import EnvSpec
+from qfleet.core.types import Array, Weights
+from qfleet.core.usercode import UserCode
+from qfleet.envs import make_env
+from qfleet.experiment import Experiment
+from qfleet.observe.sinks import JsonlSink, Sink
+from qfleet.observe.trackers import TensorBoardSink, WandbSink
+from qfleet.program import build_program, learner_device, place
+from qfleet.roles.evaluator import play
+from qfleet.runtime import checkpoint
+from qfleet.runtime.graph import open_handles
+from qfleet.runtime.rundir import RunDir
+
+T = TypeVar("T")
+_SECOND_SIGNAL_S = 0.5
+"""A second Ctrl-C that comes sooner than this is taken for the first one."""
+
+
+@dataclass
+class Session:
+    """What a run is made of besides its roles."""
+
+    experiment: Experiment
+    code: UserCode
+    run: RunDir
+    callbacks: Callbacks
+    sinks: Sequence[Sink]
+    _interrupts: Interrupts = field(default_factory=lambda: Interrupts())
+
+    def carry_out(self, restore: checkpoint.Found | None = None) -> dict[str, Any]:
+        """Train from the start, or from a checkpoint, to the end; return the summary."""
+        spec, grade = self._look_at_environment()
+        program = build_program(self.experiment, spec, self.code, self.run.path)
+        with ExitStack() as stack:
+            sinks = [stack.enter_context(_closing(sink)) for sink in [*self._own_sinks(), *self.sinks]]
+            placement = place(program, self.experiment)
+            stack.callback(placement.close)
+            monitor = Monitor(
+                self.experiment,
+                placement,
+                open_handles(program.monitor, placement.open),
+                sinks,
+                self.callbacks,
+                save_checkpoint=lambda steps, standing: self._save(placement, steps, standing),
+                save_model=lambda weights: self._save_model(spec, weights),
+            )
+            self._announce_start(monitor, grade, restore)
+            self.run.begun = True
+            with self._interrupts.handled(monitor):
+                reason = monitor.run()
+                returns = self._test()
+                if self._interrupts.count:
+                    reason = "interrupt"
+            summary = summarise(self.experiment, monitor.standing, reason, monitor.counts(), returns)
+            summary |= {"resume_grade": grade, "device": learner_device(self.experiment, spec)}
+            self.run.write_summary(summary)
+            monitor.announce({"event": "stopped" if reason == "interrupt" else "finished", "reason": reason})
+        return summary
+
+    def _look_at_environment(self) -> tuple[EnvSpec, str]:
+        """Return what an agent has to know of the environment, and how exactly the run can be resumed."""
+        probe = make_env(self.experiment.env, 1, factory=self.code.env)
+        grade = probe.resume_grade if self.experiment.placement == "inline" else "episode"
+        probe.close()
+        return probe.spec, grade
+
+    def _announce_start(self, monitor: Monitor, grade: str, restore: checkpoint.Found | None) -> None:
+        experiment = self.experiment
+        event = {"event": "started", "resume_grade": grade, "run_dir": str(self.run.path), "env_steps": 0}
+        event |= {"preset": experiment.preset, "algo": experiment.algo, "seed": experiment.seed}
+        if restore is not None:
+            monitor.placement.restore(restore.directory)
+            try:
+                monitor.resume_from(Standing(**restore.manifest["standing"]))
+            except (KeyError, TypeError) as error:
+                raise CheckpointError(f"{restore.directory}: its manifest does not say how the run stood") from error
+            event |= {"event": "resumed", "env_steps": restore.manifest["env_steps"]}
+            event |= {"checkpoint": restore.directory.name, "skipped": restore.skipped}
+        monitor.announce(event)
+
+    def _own_sinks(self) -> list[Sink]:
+        track, path = self.experiment.track, self.run.path
+        sinks: list[Sink] = [JsonlSink(path)]
+        if track.tensorboard:
+            sinks.append(TensorBoardSink(path / "tensorboard"))
+        if track.wandb:
+            sinks.append(WandbSink(track.wandb, path.name, path))
+        return sinks
+
+    def _save(self, placement: Placement, env_steps: int, standing: Standing) -> Path:
+        meta = {"standing": dataclasses.asdict(standing)}
+        return checkpoint.save(self.run.checkpoints, env_steps, placement.save, meta, self.experiment.checkpoint.keep)
+
+    def _save_model(self, spec: EnvSpec, weights: Weights) -> None:
+        experiment = self.experiment
+        network = build_network(
+            experiment.network, experiment.agent, spec, seed=experiment.seed, custom=self.code.network
+        )
+        FlatParameters(network).load_numpy(weights.flat)
+        extra = {
+            "preset": experiment.preset,
+            "env_steps": weights.env_steps,
+            # Values are in units of the environment's rewards times this.
+            "reward_scale": getattr(experiment.env, "reward_scale", 1.0) / weights.reward_scale,
+        }
+        configs = ModelConfigs(network=experiment.network, agent=experiment.agent)
+        save_model(self.run.model, network, spec, configs, extra)
+
+    def _test(self) -> Array | None:
+        """Return the kept model's scores on the test seeds; None without a model, or when a signal cuts in."""
+        if self._interrupts.count or not (self.run.model / "model.json").is_file():
+            return None
+        network = load_model(self.run.model, self.code.network).network
+        experiment, episodes = self.experiment, self.experiment.evaluation.test_episodes
+        return self._interrupts.at_once(
+            lambda: play_episodes(experiment, self.code, network, episodes, experiment.seed, "test")
+        )
+
+
+def play_episodes(
+    experiment: Experiment, code: UserCode, network: QNetwork, episodes: int, seed: int, split: str
+) -> Array:
+    """Play whole episodes of the experiment's environment; returns their scores [episodes]."""
+    env = make_env(experiment.env, min(experiment.evaluation.envs, episodes), evaluation=True, factory=code.env)
+    try:
+        returns, _ = play(network, env, experiment.evaluation, seed, split, episodes)
+    finally:
+        env.close()
+    return np.asarray(returns)
+
+
+@dataclass
+class Interrupts:
+    """Ctrl-C and SIGTERM: the first one ends the run cleanly, a later one at once."""
+
+    count: int = 0
+    _last: float = -1.0
+    _at_once: bool = False
+
+    @contextmanager
+    def handled(self, monitor: Monitor) -> Iterator[None]:
+        """Handle the signals meanwhile; only the main thread can, elsewhere nothing changes."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            now = time.monotonic()
+            soon, self._last = self.count > 0 and now - self._last < _SECOND_SIGNAL_S, now
+            if soon:
+                return
+            self.count += 1
+            monitor.stop("interrupt")
+            if self._at_once or self.count > 1:
+                raise KeyboardInterrupt
+
+        before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def at_once(self, work: Callable[[], T]) -> T | None:
+        """Do work of which nothing needs to be saved; a signal cuts it short, and then the result is None."""
+        self._at_once = True
+        try:
+            return work()
+        except KeyboardInterrupt:
+            return None
+        finally:
+            self._at_once = False
+
+
+@contextmanager
+def _closing(sink: Sink) -> Iterator[Sink]:
+    try:
+        yield sink
+    finally:
+        sink.close()

@@ -49,8 +49,12 @@ def train(
 
     Give a preset's name, an Experiment, or `env`: the id of a registered environment or a function that makes one.
     `network` is a torch module class used as the torso, or settings of a built-in network. Further keywords change
-    settings: `seed=1`, `optim={"lr": 1e-3}`, or `**{"optim.lr": 1e-3}`.
+    settings: `seed=1`, `target=475`, `optim={"lr": 1e-3}`, or `**{"optim.lr": 1e-3}`.
     """
+    if callbacks is not None and not isinstance(callbacks, Callbacks):
+        raise ConfigError("callbacks: pass qfleet.Callbacks(on_step=..., on_evaluation=..., on_checkpoint=...)")
+    if "target" in settings:
+        settings["evaluation.target"] = settings.pop("target")
     if isinstance(network, Mapping | Config):
         settings, network = {**settings, "network": network}, None
     experiment = _experiment(preset, env)
@@ -75,7 +79,8 @@ def resume(
 ) -> Run:
     """Go on with a run from its newest good checkpoint, to its budget or to a new one of `env_steps`.
 
-    A run that ended before its first checkpoint begins anew.
+    A run that ended before its first checkpoint begins anew. One that reached its target is tested once more; with a
+    new budget it goes on.
     """
     with RunDir.existing(_directory(run_dir)) as run:
         experiment = Experiment.from_yaml(run.config)
@@ -89,7 +94,8 @@ def resume(
         if found is not None:
             checkpoint.set_aside(found)
             experiment = experiment.replace(warm_start=None)  # the checkpoint has what came of it
-        session = Session(experiment, UserCode(network, env), run, callbacks or Callbacks(), sinks)
+        code, extended = UserCode(network, env), env_steps is not None
+        session = Session(experiment, code, run, callbacks or Callbacks(), sinks, extended)
         return Run(run.path, session.carry_out(found))
 
 
@@ -145,7 +151,7 @@ def _experiment(preset: str | Experiment, env: str | Factory | None) -> Experime
     if isinstance(preset, Experiment):
         return preset
     if not isinstance(preset, str) or not (env is None or isinstance(env, str) or callable(env)):
-        raise ConfigError("a preset is a name or an Experiment; env is an id or a function that makes an environment")
+        raise ConfigError("a preset is a name or an Experiment; env is an id, or a class or function that makes one")
     if bool(preset) == (env is not None):
         raise ConfigError("give either a preset (train('cartpole')) or an environment (train(env='CartPole-v1'))")
     if preset:

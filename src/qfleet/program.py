@@ -202,6 +202,7 @@ def learner_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, group: 
         seed=experiment.seed,
         total_updates=total_updates(experiment),
         evaluate_every=experiment.evaluation.every,
+        env_steps=experiment.env_steps,
         device=learner_device(experiment, spec),
         group=group,
         warm_start=_model_of(experiment.warm_start),

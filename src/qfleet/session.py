@@ -49,6 +49,8 @@ class Session:
     run: RunDir
     callbacks: Callbacks
     sinks: Sequence[Sink]
+    extended: bool = False
+    """Whether a resumed run got a new budget, and so goes on beyond its target."""
     _interrupts: Interrupts = field(default_factory=lambda: Interrupts())
 
     def carry_out(self, restore: checkpoint.Found | None = None) -> dict[str, Any]:
@@ -95,7 +97,7 @@ class Session:
         if restore is not None:
             monitor.placement.restore(restore.directory)
             try:
-                monitor.resume_from(Standing(**restore.manifest["standing"]))
+                monitor.resume_from(Standing(**restore.manifest["standing"]), self.extended)
             except (KeyError, TypeError) as error:
                 raise CheckpointError(f"{restore.directory}: its manifest does not say how the run stood") from error
             event |= {"event": "resumed", "env_steps": restore.manifest["env_steps"]}

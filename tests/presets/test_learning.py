@@ -43,6 +43,13 @@ def test_cartpole_is_solved_and_the_kept_model_holds(tmp_path):
     assert summary["eval"]["mean"] >= 475
 
 
+@pytest.mark.slow
+def test_acrobot_is_solved(tmp_path):
+    summary = api.train("acrobot", seed=2, run_dir=tmp_path / "run").summary
+    assert summary["solved"]
+    assert summary["eval"]["mean"] >= -100
+
+
 def test_the_mazes_table_equals_value_iteration(tmp_path):
     run = api.train("maze", seed=3, run_dir=tmp_path / "run", **{"evaluation.target": None})
     maze = gymnasium.make("qfleet/Maze-v0").unwrapped

@@ -64,6 +64,23 @@ def test_a_target_stops_the_run_only_when_reached_in_a_row(tmp_path):
     assert 0 < run.summary["wall_s_to_target"] <= run.summary["wall_s"]
 
 
+def test_a_solved_run_is_over_until_it_gets_a_new_budget(tmp_path):
+    easy = {"evaluation.target": 1.0, "evaluation.in_a_row": 1, "evaluation.every": 300}
+    run = qfleet.train(short(env_steps=5000, **easy), run_dir=tmp_path / "run")
+    again = qfleet.resume(run.dir)
+    assert again.summary["env_steps"] == run.summary["env_steps"]
+    assert again.summary["stopped_by"] == "target"
+    assert again.summary["eval"] == run.summary["eval"]
+    longer = qfleet.resume(run.dir, env_steps=900)
+    assert longer.summary["env_steps"] >= 900
+
+
+def test_no_step_is_evaluated_twice(tmp_path):
+    run = qfleet.train(short(env_steps=1200, **{"evaluation.every": 400}), run_dir=tmp_path / "run")
+    steps = [event["env_steps"] for event in events(run, "evaluation")]
+    assert steps == [400, 800, 1200]
+
+
 def test_patience_stops_a_run_that_gets_no_better(tmp_path):
     hopeless = {"evaluation.patience": 2, "evaluation.every": 100, "optim.lr": 1e-12, "learner.evaluated": "online"}
     run = qfleet.train(short(env_steps=5000, **hopeless), run_dir=tmp_path / "run")

@@ -30,7 +30,7 @@ class Tally:
 
 
 def limiter(period: float, starts: int, inserts: int = 0, updates: int = 0, tolerance: float = 1.0) -> RateLimiter:
-    return RateLimiter(32, period, starts, Tally(inserts), Tally(updates), tolerance)
+    return RateLimiter(period, starts, Tally(inserts), Tally(updates), tolerance)
 
 
 @settings(max_examples=100, deadline=None)

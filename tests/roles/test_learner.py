@@ -32,6 +32,7 @@ def make_learner(**settings: object) -> tuple[Learner, dict[str, Edge]]:
         seed=0,
         total_updates=100,
         evaluate_every=1000,
+        env_steps=10_000,
         device="cpu",
         group=None,
         warm_start=None,

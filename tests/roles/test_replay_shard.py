@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -116,6 +118,22 @@ def test_ranks_share_one_draw_without_gap_or_overlap(ranks):
     for rank, part in enumerate(parts):
         assert np.array_equal(part.weight, whole.weight[rank::ranks])
         assert np.array_equal(part.observation[PLAIN], whole.observation[PLAIN][rank::ranks])
+
+
+def test_actors_take_turns_when_the_limiter_is_tight():
+    shard, handles = make_shard()
+    handles = dataclasses.replace(handles, experience=(Edge(), Edge()))
+    shard = ReplayShard(shard._setup, handles)
+    sent = [0, 0]
+    for _ in range(60):
+        for number, edge in enumerate(handles.experience):
+            if not edge.queue:
+                edge.send(experience(sent[number], source=f"actor-{number}"))
+                sent[number] += 1
+        shard.step()
+        handles.batches[0].receive()
+    assert abs(sent[0] - sent[1]) <= 1
+    assert min(sent) > 10
 
 
 def test_a_message_sent_twice_is_stored_once():

@@ -99,13 +99,16 @@ class Monitor:
         """End the run after the present step; safe to call from a signal handler."""
         self.stopping = self.stopping or reason
 
-    def resume_from(self, standing: Standing) -> None:
-        """Take over how an earlier part of the run stood; call after the placement was restored."""
+    def resume_from(self, standing: Standing, extended: bool) -> None:
+        """Take over how an earlier part of the run stood; call after the placement was restored.
+
+        A run that reached its target is over, unless its budget was `extended`.
+        """
         self.standing = standing
         self._earlier_s = standing.training_s
         self._checkpointed = self.handles.env_steps.total() // self.experiment.checkpoint.every
-        # A run that reached its target, or lost its patience, and is resumed goes on.
-        standing.in_a_row = 0 if standing.solved else standing.in_a_row
+        if standing.solved and not extended:
+            self.stop("target")
         if standing.since_best >= (self.experiment.evaluation.patience or math.inf):
             standing.since_best = 0
 
@@ -139,10 +142,12 @@ class Monitor:
             self._checkpoint()
 
     def _checkpoint_due(self) -> bool:
-        config = self.experiment.checkpoint
+        config, env_steps = self.experiment.checkpoint, self.handles.env_steps.total()
+        if env_steps >= self.experiment.env_steps:
+            return False  # the one at the end follows
         if time.perf_counter() - self._checkpointed_at >= config.every_s:
             return True
-        return bool(self.handles.env_steps.total() // config.every > self._checkpointed)
+        return bool(env_steps // config.every > self._checkpointed)
 
     def _record(self) -> None:
         record = self._progress.record(

@@ -55,26 +55,31 @@ def acrobot() -> Experiment:
         learner=LearnerConfig(batch_size=128, train_period=4, learning_starts=1_000, evaluated="target"),
         # The decay ends the swings between good and bad policies that a high rate makes.
         optim=AdamConfig(lr=2e-3, max_grad_norm=1.0, schedule=LinearRateConfig(updates=8_000, end=0.1)),
-        # A failed episode takes 500 steps: evaluating twice as often costs more than the training.
+        # Seldom: an evaluation of a policy that fails takes 10,000 steps.
         evaluation=EvaluationConfig(every=4_000, episodes=20, target=-100.0),
     )
 
 
 def mountaincar() -> Experiment:
-    """Rock a weak car out of a valley: the reward comes late and rarely; solved at a mean return of -110."""
+    """Rock a weak car out of a valley: the reward comes late and rarely; solved (not by every seed) at -110.
+
+    Random actions do not reach the goal in an episode's 200 steps. What explores is optimism: all returns are negative,
+    so what was not tried yet looks better. Large inputs are meant to keep that local, and a discount close to 1 to keep
+    it alive, but luck remains: one seed was solved after 55,000 steps, another found the goal after 140,000 and ended
+    at -140.
+    """
     return Experiment(
         preset="mountaincar",
         algo="nstep",
-        env_steps=300_000,
-        env=GymConfig(id="MountainCar-v0", reward_scale=0.1),
-        network=MlpConfig(hidden=(128, 128), input=InputConfig(scale=(1.0, 1 / 0.07))),
-        # Long windows carry the rare success back quickly.
-        agent=ReplayAgent(double=True, n_step=10, gamma=0.99, target=SoftTargetConfig(tau=0.01)),
-        exploration=EpsilonGreedyConfig(start=1.0, end=0.05, steps=20_000),
+        env_steps=200_000,
+        env=GymConfig(id="MountainCar-v0", reward_scale=0.05),
+        network=MlpConfig(hidden=(128, 128), input=InputConfig(scale=(5.0, 4 / 0.07))),
+        agent=ReplayAgent(double=True, n_step=3, gamma=0.998, target=SoftTargetConfig(tau=0.05)),
+        exploration=EpsilonGreedyConfig(start=1.0, end=0.05, steps=3_000),
         actor=ActorConfig(envs=16),
         replay=ReplayConfig(capacity=100_000),
-        learner=LearnerConfig(batch_size=128, train_period=4, learning_starts=2_000, evaluated="target"),
-        optim=AdamConfig(lr=1e-3),
+        learner=LearnerConfig(batch_size=128, train_period=8, learning_starts=1_000, evaluated="target"),
+        optim=AdamConfig(lr=2e-3, max_grad_norm=10.0, schedule=LinearRateConfig(updates=12_000, end=0.1)),
         evaluation=EvaluationConfig(every=5_000, episodes=20, target=-110.0),
     )
 

@@ -15,7 +15,6 @@ class RateLimiter:
 
     def __init__(
         self,
-        batch_size: int,
         train_period: float,
         learning_starts: int,
         inserts: Counter,
@@ -28,7 +27,7 @@ class RateLimiter:
         """
         if train_period <= 0 or tolerance < 1:
             raise ValueError(f"train_period ({train_period}) must be > 0 and tolerance ({tolerance}) at least 1")
-        self.batch_size, self.train_period, self.learning_starts = batch_size, train_period, learning_starts
+        self.train_period, self.learning_starts = train_period, learning_starts
         self.inserts, self.updates, self.tolerance = inserts, updates, tolerance
         self.forgiven = 0.0
         """Transitions that were inserted (or, if negative, are missing) without counting."""

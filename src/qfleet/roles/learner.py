@@ -74,6 +74,8 @@ class LearnerSetup:
     """How many updates the whole run makes; what schedules are measured against."""
     evaluate_every: int
     """Environment steps between models for the evaluator."""
+    env_steps: int
+    """Budget of the whole run; the model at its end is sent once, after the last update."""
     device: str
     group: GroupConfig | None
     warm_start: Path | None
@@ -200,8 +202,11 @@ class Learner(Role):
 
     def _offer_model(self) -> bool:
         """Send a model to the evaluator when the run has passed the next multiple of the evaluation period."""
-        due = self._handles.env_steps.total() // self._setup.evaluate_every
-        if self._handles.models is None or due <= self._evaluations_due or not self._handles.models.ready():
+        steps = self._handles.env_steps.total()
+        due = steps // self._setup.evaluate_every
+        if self._handles.models is None or due <= self._evaluations_due or steps >= self._setup.env_steps:
+            return False
+        if not self._handles.models.ready():
             return False
         self._evaluations_due = due
         self._handles.models.send(self._model())

@@ -79,13 +79,13 @@ class ReplayShard(Role):
             normalise_rewards=setup.normalise_rewards,
         )
         self._limiter = RateLimiter(
-            batch_size=setup.batch_size,
             train_period=setup.train_period,
             learning_starts=setup.learning_starts,
             inserts=handles.inserts,
             updates=handles.samples,
         )
         self._version = Version()
+        self._turn = 0
 
     def step(self) -> Status:
         """Take in priorities and experience, then draw at most one batch."""
@@ -114,12 +114,15 @@ class ReplayShard(Role):
         return taken
 
     def _take_experience(self) -> int:
-        taken = 0
-        for stream in self._handles.experience:
+        taken, streams = 0, self._handles.experience
+        for number in range(self._turn, self._turn + len(streams)):
             # While no window is complete there is nothing to sample, however many updates are owed.
-            if (self._limiter.may_insert() or not len(self._replay)) and (message := stream.receive()) is not None:
+            if not self._limiter.may_insert() and len(self._replay):
+                break
+            if (message := streams[number % len(streams)].receive()) is not None:
                 self._handles.inserts.add(self._replay.append(message))
                 self._version = max(self._version, message.version)
+                self._turn = (number + 1) % len(streams)  # the limiter must not favour the first actors
                 taken += 1
         return taken
 
@@ -144,6 +147,7 @@ class ReplayShard(Role):
             "replay": self._replay.state_dict(),
             "limiter": self._limiter.state_dict(),
             "version": self._version,
+            "turn": self._turn,
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -151,7 +155,7 @@ class ReplayShard(Role):
         self._replay.load_state_dict(state["replay"])
         self._limiter.load_state_dict(state["limiter"])
         self._limiter.forgive()
-        self._version = state["version"]
+        self._version, self._turn = state["version"], state["turn"]
 
 
 def _every(batch: Batch, rank: int, ranks: int) -> Batch:

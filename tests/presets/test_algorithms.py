@@ -21,7 +21,7 @@ def test_every_algorithm_fits_every_preset(name, algo):
 
 
 def test_c51_covers_the_scaled_returns_of_the_preset():
-    experiment = with_changes(preset("cartpole"), {"env.reward_scale": 0.1})
+    experiment = with_changes(preset("cartpole"), {"env.reward_scale": 0.1, "agent.gamma": 0.99})
     head = apply(experiment, "c51").agent.head
     assert (head.v_min, head.v_max) == pytest.approx((0.0, 10.0))
     published = apply(preset("atari:pong"), "c51").agent.head

@@ -147,10 +147,7 @@ def _made(name: str, make: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
         reason, _, _ = str(error).partition(" Did you mean")  # the hint here knows the versions too
         end = "" if reason.endswith((".", "?")) else "."
-        hint = did_you_mean(name, gymnasium.registry)
-        raise ConfigError(
-            f"no environment '{name}': {reason}{end}{hint} If a class or function of yours makes it, pass that: env=..."
-        ) from error
+        raise ConfigError(f"no environment '{name}': {reason}{end}{did_you_mean(name, gymnasium.registry)}") from error
     except Exception as error:
         given = f" with kwargs {kwargs}" if kwargs else ""
         raise ConfigError(f"{name} cannot be made{given}: {type(error).__name__}: {error}") from error

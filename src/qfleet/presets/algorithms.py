@@ -16,10 +16,9 @@ from qfleet.replay import PrioritisedConfig, UniformConfig
 
 Changes = dict[str, Any]
 
+STEP_REWARDS = {"CartPole-v1": (0.0, 1.0), "Acrobot-v1": (-1.0, 0.0), "MountainCar-v0": (-1.0, 0.0)}
+"""The smallest and largest reward of a step where every step has the same: returns reach them over the horizon."""
 RETURNS = {
-    "CartPole-v1": (0.0, 100.0),
-    "Acrobot-v1": (-100.0, 0.0),
-    "MountainCar-v0": (-100.0, 0.0),
     "LunarLander-v3": (-200.0, 300.0),
     "qfleet/Catch-v0": (-1.0, 1.0),
     "qfleet/Maze-v0": (-10.0, 10.0),
@@ -153,7 +152,10 @@ def _deep_network(experiment: Experiment) -> Changes:
 def _categorical(experiment: Experiment) -> CategoricalConfig:
     env = experiment.env
     low, high = PUBLISHED_RETURNS
-    if isinstance(env, GymConfig) and env.id in RETURNS:
+    if isinstance(env, GymConfig) and env.id in STEP_REWARDS:
+        horizon = 1 / max(1 - experiment.agent.gamma, 1e-3)
+        low, high = (reward * horizon * env.reward_scale for reward in STEP_REWARDS[env.id])
+    elif isinstance(env, GymConfig) and env.id in RETURNS:
         low, high = (bound * env.reward_scale for bound in RETURNS[env.id])
     return CategoricalConfig(v_min=low, v_max=high)
 

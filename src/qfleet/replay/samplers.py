@@ -143,7 +143,7 @@ class PrioritisedSampler(Sampler):
 
     def __init__(self, config: PrioritisedConfig, capacity: int, rng: np.random.Generator) -> None:
         super().__init__(rng)
-        self.config = config
+        self._alpha, self._epsilon, self._max_decay = config.alpha, config.epsilon, config.max_decay
         self.tree = make_sum_tree(capacity)
         self.max_priority: float | None = None
         """The decayed maximum of all priorities written; None before the first."""
@@ -170,23 +170,26 @@ class PrioritisedSampler(Sampler):
         """Return one row from each of `size` equal parts of the total priority, and their weights."""
         rows, relative = self.tree.draw(self.rng.random(size))
         # (N p / total)^-beta over its maximum, which the least likely item has: N and total cancel
-        return rows, (relative**beta).astype(np.float32)
+        relative **= beta
+        return rows, relative.astype(np.float32)
 
     def update(self, rows: Ints, priorities: Floats, highest: float) -> int:
         """Write new priorities."""
         if not len(rows):
             return 0
         first = self.max_priority is None
-        self.max_priority = max(highest, (self.max_priority or 0.0) * self.config.max_decay)
+        self.max_priority = max(highest, (self.max_priority or 0.0) * self._max_decay)
         if first:
             # what was stored before any priority was known had a placeholder of no meaning beside real ones
             items = self.items()
             self.tree.set(items, np.full(len(items), self._new_value()))
-        self.tree.set(rows, self._values(priorities.astype(np.float64)))
+        self.tree.set(rows, self._values(priorities))
         return len(rows)
 
-    def _values(self, priorities: Doubles) -> Doubles:
-        return (priorities + self.config.epsilon) ** self.config.alpha
+    def _values(self, priorities: Floats | Doubles) -> Doubles:
+        values: Doubles = np.add(priorities, self._epsilon, dtype=np.float64)
+        values **= self._alpha
+        return values
 
     def _new_value(self) -> float:
         priority = 1.0 if self.max_priority is None else self.max_priority

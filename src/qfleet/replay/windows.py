@@ -6,6 +6,7 @@ here (a row before a crash, a final row) is never sampled.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,7 +59,7 @@ class Completed:
     returns: Doubles | None  # [M] discounted sum of the window's rewards; None for sequences
 
 
-class Windows:
+class Windows(ABC):
     """The open windows of every stream, newest first, and how far its episode is."""
 
     def __init__(self, streams: int, open_windows: int) -> None:
@@ -87,9 +88,9 @@ class Windows:
             pending = self.pending[stream]
             pending[(pending >= low) & (pending <= high)] = NONE
 
+    @abstractmethod
     def arrive(self, arrival: Arrival) -> Completed:
         """Take a group of rows in; return the items that they complete."""
-        raise NotImplementedError
 
     def _follow(self, arrival: Arrival) -> Ints:
         """Check that finals come exactly after episode ends; move the episodes on; return the rows' ages [E]."""

@@ -46,7 +46,7 @@ def test_strict_inline_equals_plain_inline(tmp_path):
 
 def test_placements_offer_the_same_interface():
     for placement in (InlinePlacement, ProcessPlacement):
-        for name in ("open", "done", "advance", "reports", "save", "restore", "close"):
+        for name in ("open", "done", "advance", "reports", "pause", "save", "restore", "close"):
             assert hasattr(placement, name)
 
 

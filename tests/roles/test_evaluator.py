@@ -53,14 +53,18 @@ def test_scores_are_those_of_the_episodes_whatever_the_number_of_environments():
     assert len(first.returns) == 6
 
 
-def test_an_evaluation_that_is_saved_half_way_begins_anew_and_ends_the_same():
+def test_an_evaluation_that_is_saved_half_way_begins_anew_and_ends_the_same(monkeypatch):
+    from qfleet.roles import evaluator as module
+
+    monkeypatch.setattr(module, "_TICKS", 3)
     whole, whole_handles = make_evaluator(epsilon=0.5)
     whole_handles.models.send(weights(3))
     expected = evaluated(whole, whole_handles)
     part, part_handles = make_evaluator(epsilon=0.5)
     part_handles.models.send(weights(3))
-    part._begin(weights(3))
-    part._weights = part_handles.models.receive()
+    for _ in range(2):
+        assert part.step() == WORKED
+    assert not part_handles.events.queue
     rest, rest_handles = make_evaluator(epsilon=0.5)
     rest.load_state_dict(part.state_dict())
     assert evaluated(rest, rest_handles).returns.tolist() == expected.returns.tolist()

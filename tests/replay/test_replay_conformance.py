@@ -102,7 +102,7 @@ def assert_tree_matches_leaves(replay: Replay) -> None:
     if isinstance(replay.sampler, PrioritisedSampler):
         tree = replay.sampler.tree
         for level in range(1, len(tree.levels)):
-            children = tree.levels[level - 1].reshape(-1, 32)
+            children = tree.levels[level - 1].reshape(-1, tree.arity)
             np.testing.assert_array_equal(tree.levels[level], children.sum(axis=1))
         positive = tree.leaves[tree.leaves > 0]
         assert tree.minimum == (positive.min() if len(positive) else np.inf)

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from naive_replay import History, make_spec
 
 from qfleet.core.types import Floats, Ints, Priorities
-from qfleet.replay import PrioritisedConfig, Replay, ReplayConfig, records_numba, sumtree_numba
+from qfleet.replay import PrioritisedConfig, Replay, ReplayConfig, compiled
+from qfleet.replay.compiled import CompiledRecords, CompiledSumTree
+from qfleet.replay.records import WORDS, Records
 from qfleet.replay.samplers import PrioritisedSampler, Sampler, UniformSampler
+from qfleet.replay.segments import Chains
 from qfleet.replay.sumtree import SumTree, make_sum_tree
-from qfleet.replay.sumtree_numba import CompiledSumTree
 
 TREES = [SumTree, CompiledSumTree]
 # the 99.9 % quantile of chi-square for a few degrees of freedom, so that no statistics package is needed
@@ -110,19 +112,43 @@ def test_a_tree_is_its_leaves(tree_type: type[SumTree], capacity: int, seed: int
 
 @settings(max_examples=40, deadline=None)
 @given(capacity=st.sampled_from([5, 1500, 40_000]), seed=st.integers(0, 2**32 - 1), size=st.integers(1, 70))
-def test_compiled_and_numpy_trees_agree_to_the_bit(capacity: int, seed: int, size: int) -> None:
+def test_compiled_and_numpy_trees_draw_the_same(capacity: int, seed: int, size: int) -> None:
     rng = np.random.default_rng(seed)
-    plain, compiled = SumTree(capacity), CompiledSumTree(capacity)
+    plain, fast = SumTree(capacity), CompiledSumTree(capacity)
     for _ in range(5):
         index, value = rng.integers(capacity, size=60), rng.random(60) ** 6
         uniform = rng.random(size)
-        for tree in (plain, compiled):
+        for tree in (plain, fast):
             tree.set(index, value)
-        assert plain.sums.tobytes() == compiled.sums.tobytes()
-        assert plain.minimum == compiled.minimum
-        for a, b in zip(plain.draw(uniform.copy()), compiled.draw(uniform.copy()), strict=True):
+        assert plain.leaves.tobytes() == fast.leaves.tobytes()
+        assert plain.minimum == fast.minimum
+        # a mass on the border between two leaves may go to either: sums are rounded in another order
+        for a, b in zip(plain.draw(uniform.copy()), fast.draw(uniform.copy()), strict=True):
             np.testing.assert_array_equal(a, b)
-        assert (plain.total, plain.minimum) == (compiled.total, compiled.minimum)
+        assert plain.total == pytest.approx(fast.total, rel=1e-13)
+
+
+@settings(max_examples=30, deadline=None)
+@given(capacity=st.sampled_from([6, 1500, 40_000]), seed=st.integers(0, 2**32 - 1), size=st.integers(1, 70))
+def test_compiled_and_numpy_records_are_the_same(capacity: int, seed: int, size: int) -> None:
+    rng, segment = np.random.default_rng(seed), capacity // 3
+    chains = Chains(3, segment, 1, lambda _: None)
+    chains.generation[:] = rng.integers(9, size=3)
+    words = rng.integers(2**30, size=(3 * segment, WORDS)).astype(np.int32)
+    trees = SumTree(3 * segment), CompiledSumTree(3 * segment)
+    value, uniform = rng.random(3 * segment), rng.random(size)
+    for tree in trees:
+        tree.set(np.arange(3 * segment), value)
+    plain, fast = Records(words, chains), CompiledRecords(words, chains)
+    for a, b in zip(plain.draw(trees[0], uniform.copy()), fast.draw(trees[1], uniform.copy()), strict=True):
+        np.testing.assert_array_equal(a, b)
+    rows = rng.integers(3 * segment, size=size)
+    for a, b in zip(plain.read(rows), fast.read(rows), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for stale in (0, 1):
+        stamp = chains.generation[rows // segment] + stale
+        written = Priorities(rows, stamp, rng.random(size, np.float32))
+        np.testing.assert_equal(plain.highest(written), fast.highest(written))
 
 
 @pytest.mark.parametrize("tree_type", TREES)
@@ -170,7 +196,7 @@ def test_uniform_sampling_needs_nothing_compiled() -> None:
 
 
 def test_everything_compiled_is_ready_before_the_first_sample() -> None:
-    kernels = (sumtree_numba._set, sumtree_numba._draw, records_numba._read, records_numba._highest)
+    kernels = (compiled._set, compiled._draw, compiled._draw_leaves, compiled._read, compiled._highest)
     spec, config = make_spec(), ReplayConfig(capacity=100, sampler=PrioritisedConfig())
     replay = Replay(config, spec, streams=4, n_step=1, gamma=0.9, rng=np.random.default_rng(0))
     ready = [len(kernel.signatures) for kernel in kernels]

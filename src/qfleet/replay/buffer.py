@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -25,16 +25,15 @@ from qfleet.replay.storage import Lz4Config, MappedConfig, RamConfig
 from qfleet.replay.store import RowStore
 from qfleet.replay.windows import Arrival, Completed, NStepWindows, SequenceWindow, SequenceWindows, Windows
 
-T = TypeVar("T")
 _NO_EXTRAS: Mapping[str, LeafSpec] = MappingProxyType({})
 
 
-def message(kind: type[T], **fields: Any) -> T:
-    """Return a message from all of its fields, without the generated __init__ of a frozen dataclass.
+def batch_of(fields: dict[str, Any]) -> Batch:
+    """Return a batch from all of its fields, without the generated __init__ of a frozen dataclass.
 
     That one sets field by field and costs as much as the rest of a small batch's assembly.
     """
-    made = object.__new__(kind)
+    made = object.__new__(Batch)
     object.__setattr__(made, "__dict__", fields)
     return made
 
@@ -186,34 +185,38 @@ class Replay:
     def sample(self, size: int, beta: float = 0.4) -> Batch:
         """Return `size` n-step transitions; `beta` is the exponent of the importance weights."""
         self._check_sampling(sequences=False)
-        return self.transitions(*self.sampler.draw(size, beta))
+        return self._batch(*self.sampler.draw_records(size, beta, self.store.records))
 
     def transitions(self, rows: Ints, weight: Floats) -> Batch:
         """Return the items at `rows` [B], which must be sampleable, as a batch."""
-        whole, (reward, discount) = self.store.records.read(rows)
-        scale = 1.0
+        return self._batch(*self.store.records.read(rows), weight)
+
+    def _batch(self, whole: Ints, real: Floats, weight: Floats) -> Batch:
+        """Return the transitions whose records were read as `whole` [4, B] and `real` [2, B]."""
+        (reward, discount), scale = real, 1.0
         if self.rewards:
             scale = self.rewards.scale
             reward = reward / np.float32(scale)
         both = whole[2:].reshape(-1)  # the rows, then those that they bootstrap from
         observation, next_observation = self.store.observe_pairs(both)
         masks = self.store.read("mask", both) if self.spec.masked else None
-        size = len(rows)
-        return message(
-            Batch,
-            observation=observation,
-            action=whole[0],
-            reward=reward,
-            discount=discount,
-            next_observation=next_observation,
-            weight=weight,
-            index=rows,
-            generation=whole[1],
-            mask=None if masks is None else masks[:size],
-            next_mask=None if masks is None else masks[size:],
-            version=self.version,
-            reward_scale=scale,
-            global_size=size,
+        size = len(weight)
+        return batch_of(
+            {
+                "observation": observation,
+                "action": whole[0],
+                "reward": reward,
+                "discount": discount,
+                "next_observation": next_observation,
+                "weight": weight,
+                "index": whole[2],
+                "generation": whole[1],
+                "mask": None if masks is None else masks[:size],
+                "next_mask": None if masks is None else masks[size:],
+                "version": self.version,
+                "reward_scale": scale,
+                "global_size": size,
+            }
         )
 
     def sample_sequences(self, size: int, beta: float = 0.4) -> SequenceBatch:

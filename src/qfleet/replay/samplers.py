@@ -11,6 +11,7 @@ from pydantic import Field
 from qfleet.core.config import Config
 from qfleet.core.role import State
 from qfleet.core.types import Bools, Floats, Ints
+from qfleet.replay.records import Records
 from qfleet.replay.sumtree import Doubles, make_sum_tree
 
 
@@ -63,6 +64,11 @@ class Sampler(ABC):
     @abstractmethod
     def draw(self, size: int, beta: float) -> tuple[Ints, Floats]:
         """Return `size` rows of the set, drawn with replacement, and their importance weights (at most 1)."""
+
+    def draw_records(self, size: int, beta: float, records: Records) -> tuple[Ints, Floats, Floats]:
+        """Return `size` drawn rows as `records` reads them, and their importance weights."""
+        rows, weights = self.draw(size, beta)
+        return *records.read(rows), weights
 
     def update(self, rows: Ints, priorities: Floats, highest: float) -> int:
         """Write new finite priorities, the `highest` among them, of rows of the set; return how many were written."""
@@ -169,9 +175,17 @@ class PrioritisedSampler(Sampler):
     def draw(self, size: int, beta: float) -> tuple[Ints, Floats]:
         """Return one row from each of `size` equal parts of the total priority, and their weights."""
         rows, relative = self.tree.draw(self.rng.random(size))
-        # (N p / total)^-beta over its maximum, which the least likely item has: N and total cancel
+        return rows, self._weights(relative, beta)
+
+    def draw_records(self, size: int, beta: float, records: Records) -> tuple[Ints, Floats, Floats]:
+        """Return the same as records."""
+        whole, real, relative = records.draw(self.tree, self.rng.random(size))
+        return whole, real, self._weights(relative, beta)
+
+    def _weights(self, relative: Doubles, beta: float) -> Floats:
+        """Return (N p / total)^-beta over its maximum, which the least likely item has: N and total cancel."""
         relative **= beta
-        return rows, relative.astype(np.float32)
+        return relative.astype(np.float32)
 
     def update(self, rows: Ints, priorities: Floats, highest: float) -> int:
         """Write new priorities."""
@@ -187,7 +201,8 @@ class PrioritisedSampler(Sampler):
         return len(rows)
 
     def _values(self, priorities: Floats | Doubles) -> Doubles:
-        values: Doubles = np.add(priorities, self._epsilon, dtype=np.float64)
+        values: Doubles = priorities.astype(np.float64)
+        values += self._epsilon
         values **= self._alpha
         return values
 

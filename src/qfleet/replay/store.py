@@ -20,7 +20,7 @@ from qfleet.replay.storage import Column, Lz4Config, MappedConfig, StorageConfig
 
 OLDEST_AGE = 255
 """Ages in an episode are kept up to this one: enough for any frame stack, in one byte."""
-SAMPLER_BYTES = 8.6
+SAMPLER_BYTES = 9.2
 """What a sampler takes for each row, at most: a leaf of the sum tree and its share of the inner nodes."""
 
 

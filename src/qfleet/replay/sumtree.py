@@ -1,8 +1,8 @@
 """A wide sum tree over the rows of a replay, with the minimum kept too, so that importance weights are exact.
 
 The leaves are grouped by 32 until at most 1024 nodes are left; these tops are searched through their running sum.
-An inner node is always recomputed from its children, in their order: the tree cannot drift from its leaves, and the
-compiled variant in `sumtree_numba` agrees with this one to the last bit.
+An inner node is always recomputed from its children, in their order: the tree cannot drift from its leaves. The
+compiled variant in `compiled` holds the same values and finds the same indices but for the rounding of sums.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from qfleet.core.types import Ints
 
-BITS = 5
-ARITY = 1 << BITS
 MOST_TOPS = 1024
+FEW = 64
+"""Below this, to sum a node twice is cheaper than to look for repetitions."""
 
 Doubles = NDArray[np.float64]
 
@@ -27,23 +27,27 @@ Doubles = NDArray[np.float64]
 class SumTree:
     """Non-negative values by index; a value of 0 means that the index is not there."""
 
+    bits = 5
+    """The logarithm of the number of children: for NumPy few wide levels are the fastest."""
+
     def __init__(self, capacity: int) -> None:
         """Make a tree of zeros for the indices below `capacity`."""
+        self.arity = 1 << self.bits
         depth = 1
-        while -(-capacity // ARITY**depth) > MOST_TOPS:
+        while -(-capacity // self.arity**depth) > MOST_TOPS:
             depth += 1
-        tops = -(-capacity // ARITY**depth)
-        lengths = [tops * ARITY ** (depth - level) for level in range(depth + 1)]
+        tops = -(-capacity // self.arity**depth)
+        lengths = [tops * self.arity ** (depth - level) for level in range(depth + 1)]
         self.capacity = capacity
         self.offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        self.sums = np.zeros(self.offsets[-1], np.float64)
+        self.sums = _aligned_zeros(int(self.offsets[-1]))
         self.mins = np.full(self.offsets[-1] - lengths[0], np.inf, np.float64)
         """The smallest positive leaf under each inner node; node i of `sums` is node i - `lengths[0]` here."""
         self.levels = [self.sums[a:b] for a, b in pairwise(self.offsets)]
         inner = self.offsets[1:] - lengths[0]
         self.min_levels = [self.mins[a:b] for a, b in pairwise(inner)]
-        self._children = [level.reshape(-1, ARITY) for level in self.levels[:-1]]
-        self._min_children = [level.reshape(-1, ARITY) for level in self.min_levels[:-1]]
+        self._children = [level.reshape(-1, self.arity) for level in self.levels[:-1]]
+        self._min_children = [level.reshape(-1, self.arity) for level in self.min_levels[:-1]]
         self._running = np.zeros(tops + 1, np.float64)
         self._stale = True
         self._minimum = np.inf
@@ -80,22 +84,24 @@ class SumTree:
         if not len(index):
             return
         self._stale = True
-        before = self.sums.take(index)
+        self._watch_minimum(self.sums.take(index))
         self.sums[index] = value
         node = index
         for level in range(1, len(self.levels)):
-            node = node >> BITS
+            node = node >> self.bits
             if level == 1:
                 self._changed[node] = True
-            if node.size > ARITY:
+            if node.size > FEW:
                 node = np.unique(node)
             children = self._children[level - 1].take(node, axis=0)
             self.levels[level][node] = np.add.reduce(children, axis=1)
-        # looking for the minimum is slow, and seldom needed: only when it may have been overwritten
-        if (before == self._minimum).any():
+        self._minimum = min(self._minimum, _smallest(self.sums.take(index)))
+
+    def _watch_minimum(self, before: Doubles) -> None:
+        """Forget the minimum if it is among the values [B] to be overwritten; it is seldom needed, slow to find."""
+        lowest = np.minimum.reduce(before)
+        if lowest == self._minimum or (lowest == 0.0 and (before == self._minimum).any()):
             self._minimum = np.nan
-        else:
-            self._minimum = min(self._minimum, _smallest(self.sums.take(index)))
 
     def _find_minimum(self) -> float:
         node = np.flatnonzero(self._changed)
@@ -103,7 +109,7 @@ class SumTree:
         children = self._children[0].take(node, axis=0)
         self.min_levels[0][node] = np.where(children > 0.0, children, np.inf).min(axis=1)
         for smaller, larger in zip(self._min_children, self.min_levels[1:], strict=True):
-            node = np.unique(node >> BITS)
+            node = np.unique(node >> self.bits)
             larger[node] = smaller.take(node, axis=0).min(axis=1)
         return float(self.min_levels[-1].min())
 
@@ -121,26 +127,23 @@ class SumTree:
         """Return for each mass [B] in [0, total) the index whose share of the running sum of values holds it."""
         self.refresh()
         self._prepare(len(mass))
-        shares, running = self._shares, self._running
-        ends, total = shares[:, 1:], shares[:, -1]
-        mass = np.minimum(mass, math.nextafter(running[-1], 0.0))
-        node = running.searchsorted(mass, side="right") - 1
-        mass -= running.take(node)
+        node, rest = _locate(self._running, mass)
         for level in range(len(self.levels) - 1, 0, -1):
-            np.add.accumulate(self._children[level - 1].take(node, axis=0), axis=1, out=ends)
-            # what rounding left over must not fall off the node's end, onto a leaf that is not there
-            np.minimum(mass, np.nextafter(total, 0.0), out=mass)
-            child = (ends > mass[:, None]).argmax(axis=1)
-            mass -= shares.take(child + self._starts)
-            node <<= BITS
-            node += child
+            # one running sum over the children of all nodes: where rounding takes a mass over its node's end, it meets
+            # the next one that is there, never a value of 0
+            children = self._children[level - 1].take(node, axis=0)
+            np.add.accumulate(children.reshape(-1), out=self._shares[1:])
+            rest += self._shares[: -1 : self.arity]
+            place, rest = _locate(self._shares, rest)
+            node = node.take(place >> self.bits)
+            node <<= self.bits
+            node += place & (self.arity - 1)
         return node
 
     def _prepare(self, size: int) -> None:
         """Have room for the running sums of `size` nodes; batches mostly have one size."""
         if size != len(self._parts):
-            self._parts, self._shares = np.arange(size, dtype=np.float64), np.zeros((size, ARITY + 1))
-            self._starts = np.arange(0, self._shares.size, ARITY + 1)
+            self._parts, self._shares = np.arange(size, dtype=np.float64), np.zeros(size * self.arity + 1)
 
     def rebuild(self, leaves: Doubles) -> None:
         """Replace all values by `leaves` [n], zeros after them."""
@@ -154,6 +157,21 @@ class SumTree:
         if self._stale:
             np.add.accumulate(self.levels[-1], out=self._running[1:])
             self._stale = False
+
+
+def _aligned_zeros(size: int) -> Doubles:
+    """Return zeros [size] that begin with a cache line, so that the children of a node lie in as few as possible."""
+    room = np.zeros(size + 7, np.float64)
+    skip = -room.ctypes.data % 64 // room.itemsize
+    return room[skip : skip + size]
+
+
+def _locate(running: Doubles, mass: Doubles) -> tuple[Ints, Doubles]:
+    """Return for each mass [B], ascending but for rounding, the part of a running sum that holds it, and how far in."""
+    if mass[-1] >= running[-1]:
+        mass[-1] = math.nextafter(running[-1], 0.0)
+    part = running[1:].searchsorted(mass, side="right")
+    return part, mass - running.take(part)
 
 
 def _smallest(values: Doubles) -> float:
@@ -170,7 +188,7 @@ def use_numba() -> bool:
 def make_sum_tree(capacity: int) -> SumTree:
     """Return the compiled tree where numba may be used, else the NumPy one."""
     if use_numba():
-        from qfleet.replay.sumtree_numba import CompiledSumTree
+        from qfleet.replay.compiled import CompiledSumTree
 
         return CompiledSumTree(capacity)
     return SumTree(capacity)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,9 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("searching", deadline=None)
 settings.load_profile(os.environ.get("QFLEET_EXAMPLES", "repeatable"))
+
+# What a developer's own `qfleet probe` found must not change the tests.
+os.environ["QFLEET_CACHE"] = tempfile.mkdtemp()
 
 
 @pytest.fixture(scope="session")

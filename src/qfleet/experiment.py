@@ -9,6 +9,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from qfleet.accel.config import AccelConfig
 from qfleet.algo.agent import AgentConfig, ReplayAgent
 from qfleet.algo.exploration import EpsilonGreedyConfig, ExplorationConfig
 from qfleet.algo.networks import NetworkConfig
@@ -58,8 +59,9 @@ class Experiment(Config):
     """Every random stream of the run derives from this number."""
     env_steps: int = Field(100_000, gt=0)
     """Agent steps in all environments together, after which the run ends."""
-    topology: Literal["auto", "pipeline"] = "auto"
-    """How the roles are joined; auto takes the pipeline, which fits every environment."""
+    topology: Literal["auto", "pipeline", "fused"] = "auto"
+    """How the roles are joined: as a pipeline, which fits every environment, or fused into one loop on one device, for
+    tensor-native ones; auto takes the fused loop where it fits."""
     placement: Literal["inline", "processes", "ray"] = "inline"
     """Where the roles live: in this process, in processes of this machine, or on a Ray cluster."""
     address: str | None = None
@@ -92,6 +94,8 @@ class Experiment(Config):
     """How batches become updates."""
     optim: OptimConfig = AdamConfig()
     """How gradients become steps."""
+    accel: AccelConfig = AccelConfig()
+    """How updates are made fast."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """When and how the agent is judged."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -150,7 +154,30 @@ class Experiment(Config):
              f"strict is for placement 'inline': '{self.placement}' sends every message through the serialiser anyway"),
             (self.address is not None and self.placement != "ray",
              f"address needs placement 'ray', not '{self.placement}'"),
+            (self.topology == "fused" and bool(self.why_not_fused),
+             f"topology 'fused' {self.why_not_fused}"),
         ]  # fmt: skip
+
+    @property
+    def why_not_fused(self) -> str:
+        """What keeps this run from being one loop on one device; empty if nothing does."""
+        reasons = {
+            f"needs a tensor-native environment (env.kind 'tensor'), not env.kind '{self.env.kind}'":
+                self.env.kind != "tensor",
+            f"has no placement '{self.placement}': it is one loop in this process": self.placement != "inline",
+            f"has one actor and one learner, not {self.actors} and {self.learners}": self.actors * self.learners > 1,
+            "has no table: use agent.kind 'replay' or 'rollout'": self.agent.kind == "tabular",
+            "cannot normalise rewards; set env.reward_scale": self.normalise_rewards,
+            f"keeps its replay on the device, not in replay.storage.kind '{self.replay.storage.kind}'":
+                self.replay.storage.kind != "ram",
+            "sends no messages that strict could check": self.strict,
+        }  # fmt: skip
+        return next((reason for reason, true in reasons.items() if true), "")
+
+    @property
+    def fused(self) -> bool:
+        """Whether this run is one loop on one device rather than a pipeline."""
+        return self.topology == "fused" or (self.topology == "auto" and not self.why_not_fused)
 
     def to_yaml(self) -> str:
         """Return the complete tree as text that `from_yaml` reads back to an equal one."""

@@ -19,9 +19,11 @@ from qfleet.core.protocols import Counter, Placement, Receiver, Sender
 from qfleet.core.spec import EnvSpec
 from qfleet.core.types import Batch, Evaluated, Notice, Priorities, Rollout
 from qfleet.core.usercode import UserCode
+from qfleet.envs import TensorConfig
 from qfleet.experiment import Experiment
 from qfleet.roles.actor import Actor, ActorHandles, ActorSetup
 from qfleet.roles.evaluator import Evaluator, EvaluatorHandles, EvaluatorSetup
+from qfleet.roles.fused import Fused, FusedHandles, FusedSetup
 from qfleet.roles.learner import GroupConfig, Learner, LearnerHandles, LearnerSetup
 from qfleet.roles.replay_shard import ReplayShard, ShardHandles, ShardSetup
 from qfleet.runtime.graph import Graph
@@ -60,6 +62,8 @@ class Feed:
 
 def build_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directory: Path) -> Program:
     """Draw the graph of a run. `directory` is the run's own; nothing is started or written here."""
+    if experiment.fused:
+        return _fused_program(experiment, spec, code)
     graph = Graph()
     models_in, models_out = graph.stream("models", capacity=1)
     evaluated_in, evaluated_out = graph.stream("evaluated", capacity=64)
@@ -95,6 +99,16 @@ def build_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directo
         samples=graph.counter("samples"),
     )
     return Program(graph, monitor)
+
+
+def _fused_program(experiment: Experiment, spec: EnvSpec, code: UserCode) -> Program:
+    """Draw the graph of a run that is one loop: a single role."""
+    graph = Graph()
+    events_in, events_out = graph.stream("evaluated", capacity=64)
+    counters = {name: graph.counter(name) for name in ("env_steps", "updates", "samples")}
+    graph.add(Fused, fused_setup(experiment, spec, code), FusedHandles(events=events_in, **counters))
+    watched = {name: graph.counter(name) for name in counters}
+    return Program(graph, MonitorHandles(events=(events_out,), **watched))
 
 
 def _add_actors(graph: Graph, experiment: Experiment, spec: EnvSpec, code: UserCode) -> tuple[Receiver[Any], ...]:
@@ -169,11 +183,8 @@ def actor_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index: in
 
 def shard_setup(experiment: Experiment, spec: EnvSpec, directory: Path) -> ShardSetup:
     """Return what the replay shard is built from."""
-    agent, sampler = experiment.agent, experiment.replay.sampler
+    agent = experiment.agent
     assert isinstance(agent, ReplayAgent)
-    beta = Schedule(start=0.0)
-    if sampler.kind == "prioritised":
-        beta = Schedule(start=sampler.beta_start, end=sampler.beta_end, steps=experiment.env_steps)
     return ShardSetup(
         replay=experiment.replay,
         spec=spec,
@@ -184,7 +195,7 @@ def shard_setup(experiment: Experiment, spec: EnvSpec, directory: Path) -> Shard
         batch_size=experiment.learner.batch_size,
         train_period=experiment.learner.train_period,
         learning_starts=experiment.learner.learning_starts,
-        beta=beta,
+        beta=_beta(experiment),
         seed=experiment.seed,
         index=0,
         directory=directory / "replay",
@@ -209,6 +220,40 @@ def learner_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, group: 
         warm_start_part=experiment.warm_start_part,
         code=code,
     )
+
+
+def fused_setup(experiment: Experiment, spec: EnvSpec, code: UserCode) -> FusedSetup:
+    """Return what a fused loop is built from."""
+    assert isinstance(experiment.env, TensorConfig)
+    return FusedSetup(
+        env=experiment.env,
+        spec=spec,
+        network=experiment.network,
+        agent=experiment.agent,
+        exploration=experiment.exploration,
+        actor=experiment.actor,
+        replay=experiment.replay,
+        beta=_beta(experiment),
+        learner=experiment.learner,
+        optim=experiment.optim,
+        evaluation=experiment.evaluation,
+        accel=experiment.accel,
+        seed=experiment.seed,
+        env_steps=experiment.env_steps,
+        total_updates=total_updates(experiment),
+        device=learner_device(experiment, spec),
+        warm_start=_model_of(experiment.warm_start),
+        warm_start_part=experiment.warm_start_part,
+        code=code,
+    )
+
+
+def _beta(experiment: Experiment) -> Schedule:
+    """Return how the exponent of the importance weights changes during the run."""
+    sampler = experiment.replay.sampler
+    if sampler.kind != "prioritised":
+        return Schedule(start=0.0)
+    return Schedule(start=sampler.beta_start, end=sampler.beta_end, steps=experiment.env_steps)
 
 
 def _model_of(path: str | None) -> Path | None:
@@ -245,13 +290,13 @@ def total_updates(experiment: Experiment) -> int:
 
 
 def learner_device(experiment: Experiment, spec: EnvSpec) -> str:
-    """Return the torch device of the learner: a GPU pays for images, not for small vectors."""
+    """Return the torch device of the learner: a GPU pays for images and fused loops, not for small vectors."""
     if experiment.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device 'cuda': torch sees no CUDA device here; use device 'cpu' or 'auto'")
     if experiment.device != "auto":
         return experiment.device
     images = any(len(leaf.shape) == 3 for leaf in spec.observations.values())
-    return "cuda" if images and torch.cuda.is_available() else "cpu"
+    return "cuda" if (images or experiment.fused) and torch.cuda.is_available() else "cpu"
 
 
 def _spawned(experiment: Experiment) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ class Session:
                 if self._interrupts.count:
                     reason = "interrupt"
             summary = summarise(self.experiment, monitor.standing, reason, monitor.counts(), returns)
-            summary |= {"resume_grade": grade, "device": learner_device(self.experiment, spec)}
+            summary |= {"resume_grade": grade, "device": learner_device(self.experiment, spec), "accel": monitor.accel}
             self.run.write_summary(summary)
             monitor.announce({"event": "stopped" if reason == "interrupt" else "finished", "reason": reason})
         return summary

@@ -20,12 +20,13 @@ from qfleet.algo.agent import (
     TabularAgent,
 )
 from qfleet.algo.batch import to_tensors
+from qfleet.algo.gradients import EagerGradient
 from qfleet.algo.heads import CategoricalConfig, ImplicitQuantileConfig, QuantileConfig
 from qfleet.algo.inputs import InputConfig
 from qfleet.algo.losses import compute_loss
 from qfleet.algo.networks import build_network
 from qfleet.algo.optim import AdamConfig, SgdConfig
-from qfleet.algo.rollouts import rollout_tensors
+from qfleet.algo.rollouts import RolloutTensors, rollout_tensors
 from qfleet.algo.torsos import MlpConfig, TabularConfig
 from qfleet.algo.updates import build_update
 from qfleet.core.codec import roundtrip
@@ -44,9 +45,9 @@ REPLAY_AGENTS = {
 }
 
 
-def make(agent, optim=None, network=SMALL, hook=None, spec=VECTOR):
-    online = build_network(network, agent, spec, 3)
-    return build_update(agent, online, optim or AdamConfig(), torch.Generator().manual_seed(0), gradient_hook=hook)
+def make(agent, optim=None, network=SMALL, hook=None, spec=VECTOR, gradient=EagerGradient):
+    online, generator = build_network(network, agent, spec, 3), torch.Generator().manual_seed(0)
+    return build_update(agent, online, optim or AdamConfig(), generator, gradient_hook=hook, gradient=gradient)
 
 
 def batches(count, masked=False):
@@ -110,6 +111,34 @@ def test_trap_10_noise_is_drawn_anew_and_apart_for_online_and_target():
             seen.add(tuple(network.head.streams.value[-1].noise_in.tolist()))
     assert len(seen) == 6
     assert update.target.head.streams.value[-1].training
+
+
+def test_a_batch_on_the_device_and_a_message_teach_the_same():
+    by_message, by_tensors = make(ReplayAgent(double=True)), make(ReplayAgent(double=True))
+    for batch in batches(3):
+        result, learned = by_message(batch), by_tensors.learn(to_tensors(batch, CPU))
+        assert learned.made
+        np.testing.assert_array_equal(result.priority, learned.priority.numpy())
+        assert result.metrics == learned.metrics
+    np.testing.assert_array_equal(by_message.flat.to_numpy(), by_tensors.flat.to_numpy())
+
+
+def test_the_gradient_can_be_replaced():
+    """One that turns the eager gradient round climbs where the eager one descends."""
+
+    class Uphill(EagerGradient):
+        def replay(self, batch):
+            found = super().replay(batch)
+            self._flat.gradients.neg_()
+            return found
+
+    batch = batches(1)[0]
+    batch.discount[:] = 0
+    losses = {}
+    for gradient in (EagerGradient, Uphill):
+        update = make(ReplayAgent(loss="mse"), SgdConfig(lr=0.01), gradient=gradient)
+        losses[gradient] = [float(update(batch).metrics["loss"]) for _ in range(10)]
+    assert losses[EagerGradient][-1] < losses[EagerGradient][0] == losses[Uphill][0] < losses[Uphill][-1]
 
 
 def test_hard_target_is_copied_after_every_period_of_gradient_steps():
@@ -264,6 +293,40 @@ def test_a_rollout_with_fewer_valid_ticks_than_minibatches_stays_finite():
     before = update.flat.to_numpy()
     assert update(rollout).skipped == 0
     np.testing.assert_array_equal(update.flat.to_numpy(), before)
+
+
+def test_ticks_of_weight_0_teach_nothing():
+    """Whole rollouts of one shape, as a recorded loop needs them: what the ignored ticks hold must not matter."""
+    agent = RolloutAgent(epochs=2, minibatches=3)
+    data = rollout_tensors(agent, build_network(SMALL, agent, VECTOR, 3), _whole_rollout(), CPU)
+    weight = torch.arange(len(data.action)).remainder(4).ne(0).float()
+    spoilt = data.observation[PLAIN].clone()
+    spoilt[weight == 0] = 1e3
+    first, second, unweighted = make(agent), make(agent), make(agent)
+    result = first.learn(dataclasses.replace(data, weight=weight))
+    goal = torch.where(weight == 0, 7.0, data.goal)
+    again = second.learn(RolloutTensors({PLAIN: spoilt}, data.action, goal, weight))
+    assert (result.updates, again.updates) == (6, 6)
+    np.testing.assert_allclose(first.flat.to_numpy(), second.flat.to_numpy(), atol=1e-6)
+    unweighted.learn(data)
+    assert not np.allclose(first.flat.to_numpy(), unweighted.flat.to_numpy(), atol=1e-4)
+
+
+def test_a_weight_of_1_everywhere_is_no_weight():
+    agent = RolloutAgent(epochs=2, minibatches=3)
+    data = rollout_tensors(agent, build_network(SMALL, agent, VECTOR, 3), _whole_rollout(), CPU)
+    plain, weighted = make(agent), make(agent)
+    expected = plain.learn(data).metrics
+    found = weighted.learn(dataclasses.replace(data, weight=torch.ones(len(data.action)))).metrics
+    torch.testing.assert_close(found, expected)
+    np.testing.assert_allclose(weighted.flat.to_numpy(), plain.flat.to_numpy(), atol=1e-6)
+
+
+def _whole_rollout():
+    """Return a rollout without a reset."""
+    rollout = make_rollout(VECTOR, np.random.default_rng(4), 8, 4, ends=0.0)
+    rollout.valid[:] = True
+    return rollout
 
 
 def test_a_nan_in_a_rollout_is_skipped():

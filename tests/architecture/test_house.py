@@ -15,6 +15,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 OPTIONAL = (
     "ray",
     "numba",
+    "triton",
     "ale_py",
     "envpool",
     "PIL",

@@ -279,7 +279,7 @@ def test_a_damaged_configuration_file_is_named(what: str, verb: str, capsys: pyt
 def test_a_configuration_file_cut_anywhere_is_refused_or_complete(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run").mkdir()
     text = BASE.to_yaml()
-    required = text.index("id: CartPole")
+    required = text.index("game: cartpole")
     for end in np.random.default_rng(8).integers(1, required, 30):
         Path("run/config.yaml").write_text(text[:end])
         assert_refused(command(capsys, "resume", "run"), text[:end], "run/config.yaml")

@@ -212,7 +212,9 @@ def test_an_environments_own_error_is_shown_with_its_cause(
     (tmp_path / "broken_env.py").write_text(BROKEN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    outcome = command(capsys, "train", "cartpole", "--run-dir", "r", "--env.id", "broken_env:Broken-v0", *TINY)
+    outcome = command(
+        capsys, "train", "cartpole", "--run-dir", "r", "--env.kind", "gym", "--env.id", "broken_env:Broken-v0", *TINY
+    )
     assert outcome.code == 3
     assert "the robot fell over" in outcome.err
     assert "Traceback" not in outcome.err
@@ -228,7 +230,7 @@ def test_an_environment_whose_constructor_raises_is_refused_and_leaves_no_run_di
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for words in (("cartpole", "--env.id", "switched_off:Off-v0"), ("gym:switched_off:Off-v0",)):
+    for words in (("cartpole", "--env.kind", "gym", "--env.id", "switched_off:Off-v0"), ("gym:switched_off:Off-v0",)):
         outcome = command(capsys, "train", *words, "--run-dir", "r")
         assert outcome.code == 2, outcome
         assert "Off-v0 cannot be made: OSError: no robot here" in outcome.err
@@ -239,7 +241,9 @@ def test_an_environment_whose_constructor_raises_is_refused_and_leaves_no_run_di
 def test_an_environment_that_does_not_exist_leaves_no_run_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = command(capsys, "train", "cartpole", "--run-dir", str(tmp_path / "r"), "--env.id", "CartPole-v9")
+    outcome = command(
+        capsys, "train", "cartpole", "--run-dir", str(tmp_path / "r"), "--env.kind", "gym", "--env.id", "CartPole-v9"
+    )
     assert outcome.code == 2
     assert "'CartPole-v1'" in outcome.err
     assert not list(tmp_path.iterdir())

@@ -34,6 +34,7 @@ KINDS: list[dict[str, str]] = [
     {"env.kind": "atari", "env.game": "pong"},
     {"env.kind": "envpool", "env.id": "Pong-v5"},
     {"env.kind": "gym", "env.id": "CartPole-v1"},
+    {"env.kind": "tensor", "env.game": "cartpole"},
     REPLAY,
     ROLLOUT,
     {"agent.kind": "tabular", "network.kind": "tabular", "learner.evaluated": "online"},

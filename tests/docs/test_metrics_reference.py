@@ -21,7 +21,17 @@ SHORT = {
 Record = dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=["cartpole dqn", "cartpole rainbow", "cartpole pqn", "maze tabular"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "mountaincar dqn",
+        "mountaincar rainbow",
+        "mountaincar pqn",
+        "maze tabular",
+        "cartpole dqn",
+        "cartpole pqn",
+    ],
+)
 def run_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from qfleet import api
     from qfleet.experiment import with_changes
@@ -42,7 +52,7 @@ def records(path: Path) -> list[Record]:
 
 def common(key: str) -> str:
     """Return the documented form of a key: each role's figures are documented once, as ROLE.N.what."""
-    return re.sub(r"^(actor|replay|learner|evaluator)\.\d+\.", "ROLE.N.", key)
+    return re.sub(r"^(actor|replay|learner|evaluator|fused)\.\d+\.", "ROLE.N.", key)
 
 
 def compare(found: list[Record], documented: dict[str, str], what: str) -> None:

@@ -58,7 +58,7 @@ def test_a_real_run_passes_every_function_of_the_walk(tmp_path: Path) -> None:
 
     experiment = {"env_steps": 1200, "replay.sampler.kind": "prioritised", "evaluation.episodes": 1}
     with calls() as passed:
-        qfleet.api.train("cartpole", run_dir=tmp_path / "run", **experiment, **{"evaluation.test_episodes": 1})
+        qfleet.api.train("gym:CartPole-v1", run_dir=tmp_path / "run", **experiment, **{"evaluation.test_episodes": 1})
     functions = {
         (file, name) for file, name in named() if isinstance(definitions(SOURCE / file)[name], ast.FunctionDef)
     }

@@ -12,9 +12,20 @@ from qfleet.experiment import Experiment, with_changes
 from qfleet.presets import preset
 from qfleet.presets.algorithms import apply
 
+GYM = {"cartpole": ("CartPole-v1", 0.005), "catch": ("qfleet/Catch-v0", 1.0)}
+"""Presets of tensor-native games, by the same game as an ordinary environment and its reward scale."""
+
+
+def pipeline(name: str) -> Experiment:
+    """A preset with an ordinary Gymnasium environment, which only a pipeline can play."""
+    if name not in GYM:
+        return preset(name)
+    env_id, scale = GYM[name]
+    return with_changes(preset(name), {"env.kind": "gym", "env.id": env_id, "env.reward_scale": scale})
+
 
 def short(algo: str = "dqn", name: str = "cartpole", env_steps: int = 1200, **changes: Any) -> Experiment:
-    """A preset cut down to seconds."""
+    """A pipeline cut down to seconds."""
     small = {
         "env_steps": env_steps,
         "evaluation": {"every": 500, "episodes": 2, "envs": 2, "test_episodes": 2, "target": None},
@@ -23,7 +34,7 @@ def short(algo: str = "dqn", name: str = "cartpole", env_steps: int = 1200, **ch
         "learner.train_period": 4.0,
         "checkpoint.every": 450,
     }
-    return with_changes(apply(preset(name), algo), {**small, **changes})
+    return with_changes(apply(pipeline(name), algo), {**small, **changes})
 
 
 def stop_at(env_steps: int) -> Callbacks:

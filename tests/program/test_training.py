@@ -180,9 +180,9 @@ def test_a_nan_reward_is_one_error_that_names_the_environment(tmp_path):
 
 
 def test_a_loss_that_stays_nan_ends_the_run_with_its_last_checkpoint(tmp_path, monkeypatch):
-    from qfleet.algo import updates
+    from qfleet.algo import gradients
 
-    real, calls = updates.compute_loss, []
+    real, calls = gradients.compute_loss, []
 
     def breaking(agent, online, target, batch):
         calls.append(1)
@@ -191,7 +191,7 @@ def test_a_loss_that_stays_nan_ends_the_run_with_its_last_checkpoint(tmp_path, m
             return loss
         return type(loss)(loss.per_sample * torch.nan, loss.priority, loss.metrics)
 
-    monkeypatch.setattr(updates, "compute_loss", breaking)
+    monkeypatch.setattr(gradients, "compute_loss", breaking)
     with pytest.raises(QfleetError, match="3 updates in a row were not finite"):
         qfleet.train(short(env_steps=3000), run_dir=tmp_path / "run")
     monkeypatch.undo()

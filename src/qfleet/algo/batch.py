@@ -1,29 +1,12 @@
-"""A batch of transitions as tensors on the learner's device."""
+"""Brings a batch of transitions to the learner's device."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from qfleet.core.tensors import TensorBatch
 from qfleet.core.types import Array, Batch, Leaves
-
-
-@dataclass(frozen=True)
-class TensorBatch:
-    """The part of a `Batch` that a loss reads; see there for the meaning of each field."""
-
-    observation: dict[str, Tensor]  # [B, ...]
-    action: Tensor  # [B] int64
-    reward: Tensor  # [B]
-    discount: Tensor  # [B]
-    next_observation: dict[str, Tensor]  # [B, ...]
-    weight: Tensor  # [B]
-    mask: Tensor | None  # [B, A] bool
-    next_mask: Tensor | None  # [B, A] bool
-    size: int
-    """Size of the whole batch over all learner ranks."""
 
 
 def to_tensors(batch: Batch, device: torch.device) -> TensorBatch:

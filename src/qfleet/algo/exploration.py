@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import Field
+from torch import Tensor
 
 from qfleet.algo.schedules import Schedule
+from qfleet.algo.targets import allow
 from qfleet.core.config import Config
 from qfleet.core.types import Bools, Floats, Ints
 
@@ -76,3 +79,14 @@ def choose(q: NDArray[np.floating[Any]], epsilon: Floats, mask: Bools | None, rn
         chance = (allowed > (dice * allowed[:, -1]).astype(np.int64)[:, None]).argmax(axis=1)
     actions: Ints = np.where(coin < epsilon, chance, greedy)
     return actions
+
+
+def choose_tensors(q: Tensor, epsilon: Tensor, mask: Tensor | None, random: Tensor) -> Tensor:
+    """Do what `choose` does on the device of `q` [E, A]; `random` [E, 2] holds each environment's coin and dice."""
+    coin, dice = random.unbind(1)
+    if mask is None:
+        chance = (dice * q.shape[1]).long().clamp_(max=q.shape[1] - 1)  # a float32 product may round up
+    else:
+        allowed = mask.cumsum(1)
+        chance = (allowed > (dice * allowed[:, -1]).long().unsqueeze(1)).int().argmax(1)
+    return torch.where(coin < epsilon, chance, allow(q, mask).argmax(1))

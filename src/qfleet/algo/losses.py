@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qfleet.algo.agent import ReplayAgent
-from qfleet.algo.batch import TensorBatch
 from qfleet.algo.heads import CategoricalHead, ImplicitQuantileConfig, QuantileHead
 from qfleet.algo.networks import QNetwork
 from qfleet.algo.targets import bellman, greedy, pick, project, soft_log_policy, soft_value
+from qfleet.core.tensors import TensorBatch
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ def _next(
 ) -> tuple[Tensor, Tensor]:
     """Return the target network's output [B, A, ...] for the next state and the values [B, A] to choose actions by."""
     features = target.torso(batch.next_observation)
-    output = target.head(features) if taus is None else target.head(features, taus)
+    output = (target.head(features) if taus is None else target.head(features, taus)).float()
     if agent.double:
         return output, online.q_without_dropout(batch.next_observation)
     # With random fractions the choice gets values of its own, so that it does not favour lucky fractions.
-    return output, target.head.expectation(output if taus is None else target.head(features))
+    return output, target.head.expectation(output if taus is None else target.head(features).float())
 
 
 def _draw_taus(online: QNetwork, batch: TensorBatch, count: int) -> Tensor:

@@ -64,7 +64,8 @@ class QNetwork(nn.Module):
         Fractions `taus` [B, N] are for implicit quantiles only, which use evenly spaced ones without them.
         """
         features = self.torso(observation)
-        return cast(Tensor, self.head(features) if taus is None else self.head(features, taus))
+        output = self.head(features) if taus is None else self.head(features, taus)
+        return cast(Tensor, output).float()  # computed in fewer bits where the learner says so
 
     def q(self, observation: dict[str, Tensor]) -> Tensor:
         """Return the expected values [B, A]."""
@@ -79,6 +80,11 @@ class QNetwork(nn.Module):
         for layer, mode in zip(self._dropouts, modes, strict=True):
             layer.training = mode
         return values
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether some layer drops a part of its inputs while learning."""
+        return bool(self._dropouts)
 
     def observe(self, observation: dict[str, Tensor]) -> None:
         """Let running input statistics take in a batch of raw leaves [B, ...]."""

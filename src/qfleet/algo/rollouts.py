@@ -16,11 +16,12 @@ from qfleet.core.types import Array, Rollout
 
 @dataclass(frozen=True)
 class RolloutTensors:
-    """The valid ticks of a rollout, in any order."""
+    """The ticks of a rollout, in any order."""
 
     observation: dict[str, Tensor]  # [S, ...]
     action: Tensor  # [S]
     goal: Tensor  # [S]
+    weight: Tensor | None = None  # [S] 1, or 0 for ticks that were only resets; None if there are none of these
 
 
 def final_lookup(rollout: Rollout) -> dict[tuple[int, int], int]:

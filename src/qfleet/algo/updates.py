@@ -12,17 +12,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qfleet.algo.agent import AgentConfig, HardTargetConfig, ReplayAgent, RolloutAgent, TabularAgent
+from qfleet.algo.agent import (
+    AgentConfig,
+    HardTargetConfig,
+    ReplayAgent,
+    RolloutAgent,
+    SoftTargetConfig,
+    TabularAgent,
+    TargetConfig,
+)
 from qfleet.algo.batch import to_tensors
 from qfleet.algo.flat import FlatParameters
+from qfleet.algo.gradients import EagerGradient, GradientFactory
 from qfleet.algo.heads import TableHead
-from qfleet.algo.losses import compute_loss, value_error
 from qfleet.algo.networks import QNetwork
 from qfleet.algo.optim import Optim, OptimConfig
 from qfleet.algo.rollouts import RolloutTensors, final_lookup, rollout_tensors
 from qfleet.algo.tabular import q_learning
-from qfleet.algo.targets import pick
 from qfleet.core.spec import PLAIN
+from qfleet.core.tensors import TensorBatch
 from qfleet.core.types import Batch, Floats, Rollout
 
 GradientHook = Callable[[Tensor], object]
@@ -40,6 +48,18 @@ class UpdateResult:
     priority: Floats | None = None
     """[B] new priorities of a batch's items; None for rollouts and skipped updates."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    """Scalars on the device, still to be read."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What came of one batch that was on the device already."""
+
+    made: bool | Tensor
+    """Whether the gradient step was made; it is left out if loss or gradient is not finite."""
+    priority: Tensor
+    """[B] new priorities of the batch's items; not finite if the step was left out."""
+    metrics: dict[str, Tensor]
     """Scalars on the device, still to be read."""
 
 
@@ -86,18 +106,61 @@ def build_update(
     generator: torch.Generator,
     total_updates: int | None = None,
     gradient_hook: GradientHook | None = None,
+    gradient: GradientFactory = EagerGradient,
+    stepper: StepFactory | None = None,
 ) -> Update:
     """Return the update that belongs to the agent. Network and generator must already be on the learner's device."""
     if isinstance(agent, TabularAgent):
         return TabularUpdate(agent, online)
-    step = GradientStep(online, optim, total_updates, gradient_hook)
+    step = (stepper or GradientStep)(online, optim, total_updates, gradient_hook)
     if isinstance(agent, ReplayAgent):
-        return ReplayUpdate(agent, online, step, generator)
-    return RolloutUpdate(agent, online, step, generator)
+        return ReplayUpdate(agent, online, step, generator, gradient)
+    return RolloutUpdate(agent, online, step, generator, gradient)
+
+
+class Step(Protocol):
+    """Applies the flat gradient of one network, and lets its target network follow."""
+
+    flat: FlatParameters
+
+    @property
+    def count(self) -> int:
+        """Steps made since the start of the run."""
+
+    @property
+    def learning_rate(self) -> float:
+        """How large the next step is."""
+
+    def prepare(self) -> None:
+        """Bring up to date what stays the same during a piece of work."""
+
+    def __call__(self, loss: Tensor) -> tuple[bool | Tensor, Tensor]:
+        """Make one step along `flat.gradients`, those of the scalar loss (detached).
+
+        Return whether it was made, a scalar tensor if only the device knows, and the gradient's norm before clipping.
+        """
+
+    def watch(self, target: FlatParameters, rule: TargetConfig) -> None:
+        """Take the network that is to follow, and how."""
+
+    def follow(self) -> None:
+        """Let the target network follow the step just made."""
+
+    def score(self, value: float) -> None:
+        """Tell the learning rate the mean return of one evaluation."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return weights, optimiser and count."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned."""
+
+
+StepFactory = Callable[[QNetwork, OptimConfig, int | None, GradientHook | None], Step]
 
 
 class GradientStep:
-    """Backward, hook, clipping and optimiser for one network; leaves all as it was if anything is not finite."""
+    """Hook, clipping and optimiser for one network's gradient; leaves all as it was if anything is not finite."""
 
     def __init__(
         self, online: QNetwork, optim: OptimConfig, total_updates: int | None, hook: GradientHook | None
@@ -107,19 +170,46 @@ class GradientStep:
         self.count = 0
         self._hook = hook
         self._first_gradient = self.flat.gradients[:1]
+        self._target: FlatParameters | None = None
+        self._rule: TargetConfig | None = None
+
+    @property
+    def learning_rate(self) -> float:
+        """How large the next step is."""
+        return self.optim.learning_rate
+
+    def prepare(self) -> None:
+        """Do nothing: every step looks at its schedule."""
 
     def __call__(self, loss: Tensor) -> tuple[bool, Tensor]:
-        """Make one step down the scalar loss; return whether it was made, and the gradient's norm before clipping."""
-        self.flat.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        """Make one step along `flat.gradients`, those of the scalar loss (detached).
+
+        Return whether it was made, and the gradient's norm before clipping.
+        """
         # An infinite loss may have finite gradients (Huber's): it must spoil one here, so that every rank skips.
-        self._first_gradient.add_(loss.detach(), alpha=0)
+        self._first_gradient.add_(loss, alpha=0)
         if self._hook is not None:
             self._hook(self.flat.gradients)
         norm = self.optim.step(self.count)
         made = math.isfinite(norm.item())  # waits for the device; so does reading the priorities
         self.count += made
         return made, norm
+
+    def watch(self, target: FlatParameters, rule: TargetConfig) -> None:
+        """Take the network that is to follow, and how."""
+        self._target, self._rule = target, rule
+
+    def follow(self) -> None:
+        """Let the target network follow the step just made."""
+        assert self._target is not None
+        if isinstance(self._rule, SoftTargetConfig):
+            self._target.lerp_from(self.flat, self._rule.tau)
+        elif isinstance(self._rule, HardTargetConfig) and self.count % self._rule.period == 0:
+            self._target.copy_from(self.flat)
+
+    def score(self, value: float) -> None:
+        """Tell the learning rate the mean return of one evaluation."""
+        self.optim.score(value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return weights, optimiser and count."""
@@ -132,10 +222,10 @@ class GradientStep:
         self.count = state["count"]
 
 
-class _DeepUpdate:
+class DeepUpdate:
     """What the two updates by gradients share."""
 
-    def __init__(self, online: QNetwork, step: GradientStep, generator: torch.Generator) -> None:
+    def __init__(self, online: QNetwork, step: Step, generator: torch.Generator) -> None:
         self.online = online.train()
         self.flat = step.flat
         self._step, self._generator = step, generator
@@ -150,11 +240,15 @@ class _DeepUpdate:
     @property
     def learning_rate(self) -> float:
         """How large the next step is."""
-        return self._step.optim.learning_rate
+        return self._step.learning_rate
+
+    def prepare(self) -> None:
+        """Bring up to date what stays the same during a piece of work."""
+        self._step.prepare()
 
     def score(self, value: float) -> None:
         """Tell the learning rate the mean return of one evaluation."""
-        self._step.optim.score(value)
+        self._step.score(value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the future of this object depends on."""
@@ -166,37 +260,45 @@ class _DeepUpdate:
         self._generator.set_state(state["generator"])
 
 
-class ReplayUpdate(_DeepUpdate):
+class ReplayUpdate(DeepUpdate):
     """One gradient step on a batch of replayed transitions, and what it means for the target network."""
 
-    def __init__(self, agent: ReplayAgent, online: QNetwork, step: GradientStep, generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        agent: ReplayAgent,
+        online: QNetwork,
+        step: Step,
+        generator: torch.Generator,
+        gradient: GradientFactory,
+    ) -> None:
         super().__init__(online, step, generator)
         self._agent = agent
         self.target = copy.deepcopy(online).explore()
         self.target_flat = FlatParameters(self.target)
+        step.watch(self.target_flat, agent.target)
+        self._gradient = gradient(agent, self.flat, online, self.target)
 
     def __call__(self, message: Batch) -> UpdateResult:
         """Learn from one batch."""
-        batch = to_tensors(message, self._device)
+        learned = self.learn(to_tensors(message, self._device))
+        if not learned.made:
+            return UpdateResult(0, skipped=1, metrics=learned.metrics)
+        return UpdateResult(1, priority=learned.priority.cpu().numpy(), metrics=learned.metrics)
+
+    def learn(self, batch: TensorBatch) -> Learned:
+        """Learn from one batch that is on the device."""
         if self._agent.noisy:
             self.online.resample_noise(self._generator)
             self.target.resample_noise(self._generator)
-        loss = compute_loss(self._agent, self.online, self.target, batch)
-        total = torch.dot(loss.per_sample, batch.weight) / batch.size
-        made, norm = self._step(total)
-        metrics = {"loss": total.detach(), "grad_norm": norm, **loss.metrics}
-        if not made:
-            return UpdateResult(0, skipped=1, metrics=metrics)
-        self.online.observe(batch.observation)
-        self._follow()
-        return UpdateResult(1, priority=loss.priority.cpu().numpy(), metrics=metrics)
-
-    def _follow(self) -> None:
-        rule = self._agent.target
-        if not isinstance(rule, HardTargetConfig):
-            self.target_flat.lerp_from(self.flat, rule.tau)
-        elif self.updates % rule.period == 0:
-            self.target_flat.copy_from(self.flat)
+        found = self._gradient.replay(batch)
+        made, norm = self._step(found.total)
+        priority = found.priority
+        if isinstance(made, Tensor):
+            priority = priority.where(made, math.nan)
+        if made is not False:
+            self.online.observe(batch.observation)
+            self._step.follow()
+        return Learned(made, priority, {"loss": found.total, "grad_norm": norm, **found.metrics})
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the future of this object depends on."""
@@ -208,7 +310,7 @@ class ReplayUpdate(_DeepUpdate):
         self.target_flat.load_numpy(state["target"])
 
 
-class RolloutUpdate(_DeepUpdate):
+class RolloutUpdate(DeepUpdate):
     """Epochs of gradient steps on the minibatches of one rollout (PQN).
 
     Each step's gradient is the mean over this rank's minibatch, so a hook that sums over ranks must divide by them.
@@ -217,21 +319,32 @@ class RolloutUpdate(_DeepUpdate):
     target = None
     target_flat = None
 
-    def __init__(self, agent: RolloutAgent, online: QNetwork, step: GradientStep, generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        agent: RolloutAgent,
+        online: QNetwork,
+        step: Step,
+        generator: torch.Generator,
+        gradient: GradientFactory,
+    ) -> None:
         super().__init__(online, step, generator)
         self._agent = agent
+        self._gradient = gradient(agent, self.flat, online, None)
 
     def __call__(self, message: Rollout) -> UpdateResult:
         """Learn from one rollout; ticks that only reset an environment are left out."""
-        data = rollout_tensors(self._agent, self.online, message, self._device)
+        return self.learn(rollout_tensors(self._agent, self.online, message, self._device))
+
+    def learn(self, data: RolloutTensors) -> UpdateResult:
+        """Learn from the samples of one rollout that are on the device."""
         made, losses, norms, values = 0, [], [], []
         for _ in range(self._agent.epochs):
             order = torch.randperm(len(data.action), generator=self._generator, device=self._device)
             for chosen in order.tensor_split(self._agent.minibatches):
-                loss, value = self._minibatch_loss(data, chosen)
+                loss, value = self._minibatch(data, chosen)
                 stepped, norm = self._step(loss)
-                made += stepped
-                losses.append(loss.detach())
+                made += stepped is not False
+                losses.append(loss)
                 norms.append(norm)
                 values.append(value)
         total = self._agent.epochs * self._agent.minibatches
@@ -241,12 +354,14 @@ class RolloutUpdate(_DeepUpdate):
         means = {name: torch.stack(items).mean() for name, items in metrics.items()}
         return UpdateResult(made, skipped=total - made, metrics=means)
 
-    def _minibatch_loss(self, data: RolloutTensors, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        observation = {name: leaf[chosen] for name, leaf in data.observation.items()}
-        value = pick(self.online(observation), data.action[chosen])
-        errors = value_error(value, data.goal[chosen], self._agent.loss, self._agent.huber_threshold)
-        size = max(len(chosen), 1)  # a rollout may have fewer valid ticks than minibatches
-        return errors.sum() / size, value.detach().sum() / size
+    def _minibatch(self, data: RolloutTensors, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the gradient of the samples with the numbers `chosen`; return their mean error and mean value."""
+        return self._gradient.regression(
+            {name: leaf.index_select(0, chosen) for name, leaf in data.observation.items()},
+            data.action.index_select(0, chosen),
+            data.goal.index_select(0, chosen),
+            None if data.weight is None else data.weight.index_select(0, chosen),
+        )
 
 
 class TabularUpdate:

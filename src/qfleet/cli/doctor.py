@@ -58,6 +58,7 @@ def examine() -> dict[str, Any]:
         "versions": versions(),
         "hardware": hardware(),
         "gpu": _gpu(),
+        "accel": _accel(),
         "extras": {extra: _extra(modules, purpose) for extra, (modules, purpose) in EXTRAS.items()},
         "shared_memory": _space(Path("/dev/shm")),
         "writable": {name: _writable(path) for name, path in _directories().items()},
@@ -67,12 +68,36 @@ def examine() -> dict[str, Any]:
 def _gpu() -> str:
     import torch
 
-    if torch.cuda.is_available():
-        capability = ".".join(map(str, torch.cuda.get_device_capability()))
-        return f"CUDA {torch.version.cuda}, compute capability {capability}"
-    if torch.version.cuda is None:
-        return "none: this torch is built without CUDA"
-    return "none: torch is built with CUDA but sees no device (driver missing, or CUDA_VISIBLE_DEVICES empty)"
+    from qfleet.accel.hardware import why_no_cuda
+
+    if reason := why_no_cuda():
+        return f"none: {reason}"
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    return f"CUDA {torch.version.cuda}, compute capability {capability}"
+
+
+def _accel() -> dict[str, Any]:
+    """Return how updates are made fast here: what is usable, what is shipped, what probes found."""
+    import torch
+
+    from qfleet.accel import cache
+    from qfleet.accel.hardware import UNTESTED, look
+    from qfleet.accel.table import shipped
+
+    hardware = look(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    entries, complaint = cache.read()
+    rows = {
+        f"{agent} agents on {inputs}": shipped(hardware, agent, inputs)
+        for agent in ("rollout", "replay")
+        for inputs in ("vectors", "images")
+    }
+    return {
+        "device": f"{hardware.kind} ({hardware.name})",
+        "usable": {name: hardware.obstacles.get(name, "yes") for name in ("precision", "compile", "kernels", "graphs")},
+        "shipped": {name: f"{settings.words(hardware.kind)} ({why})" for name, (settings, why) in rows.items()},
+        "cached": {"path": str(cache.cache_path()), "choices": len(entries), "complaint": complaint},
+        "untested": list(UNTESTED),
+    }
 
 
 def _extra(modules: Sequence[str], purpose: str) -> dict[str, Any]:
@@ -110,6 +135,7 @@ def _text(findings: dict[str, Any]) -> str:
     lines += [f"  GPU: {', '.join([*machine['gpus'], findings['gpu']])}"]
     free = "absent: --placement processes needs it" if shared["free_gib"] is None else f"{shared['free_gib']} GiB free"
     lines += [f"  shared memory ({shared['path']}): {free}"]
+    lines += _accel_lines(findings["accel"])
     lines += ["extras (pip install 'qfleet[NAME]')"]
     for name, extra in findings["extras"].items():
         state = "yes" if extra["present"] else f"no ({', '.join(extra['missing'])} missing)"
@@ -118,3 +144,15 @@ def _text(findings: dict[str, Any]) -> str:
     for name, place in findings["writable"].items():
         lines.append(f"  {'yes' if place['writable'] else 'NO ':<4} {name}: {place['path']}")
     return "\n".join(lines)
+
+
+def _accel_lines(accel: dict[str, Any]) -> list[str]:
+    cached = accel["cached"]
+    lines = [f"fused updates on {accel['device']}"]
+    lines += [f"  {name:<9} {text if text == 'yes' else f'no: {text}'}" for name, text in accel["usable"].items()]
+    for text in dict.fromkeys(accel["shipped"].values()):
+        names = [name for name, same in accel["shipped"].items() if same == text]
+        lines.append(f"  shipped, where it fits: {text} for {', '.join(names)}")
+    lines += [f"  {cached['choices']} choices of `qfleet probe` in {cached['path']}"]
+    lines += [f"  {cached['complaint']}"] if cached["complaint"] else []
+    return [*lines, f"  {', '.join(accel['untested'])}: the device-agnostic code, untested"]

@@ -30,7 +30,7 @@ PRESET is a name that `qfleet presets` lists, `gym:ID` for a registered environm
   --env-steps N            steps in all environments together, after which the run ends
   --target SCORE           stop when evaluations reach this score; exit code 4 if they never do
   --algo NAME              another algorithm; `qfleet presets` lists them
-  --topology KIND          auto or pipeline
+  --topology KIND          auto, pipeline or fused
   --placement WHERE        inline (this process), processes (this machine) or ray (a cluster)
   --address RAY            the Ray cluster to join
   --actors N               how many actors play

@@ -77,6 +77,8 @@ class Monitor:
         self._earlier_s = self.standing.training_s
         self._evaluated_s = 0.0
         self._best: Weights | None = None
+        self.accel: str | None = None
+        """How a fused run's updates are computed and why, once it says so."""
         self._moved = False
         """Whether anything happened since the last checkpoint."""
         self._began = time.perf_counter()
@@ -195,6 +197,8 @@ class Monitor:
             self.stop("patience")
 
     def _noticed(self, notice: Notice) -> None:
+        if notice.kind == "accel":
+            self.accel = notice.text
         self.announce(
             {"event": "notice", "role": notice.role, "index": notice.index, "kind": notice.kind, "text": notice.text}
         )

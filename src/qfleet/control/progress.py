@@ -71,13 +71,13 @@ class Progress:
 def _merged(reports: Sequence[Report]) -> dict[str, float]:
     """Return the run's figures from those of its roles: actors weighted by nothing, as their windows are equal."""
     merged: dict[str, float] = {}
-    actors = [r.metrics for r in reports if r.kind == "actor"]
+    actors = [r.metrics for r in reports if r.kind in ("actor", "fused")]
     merged["episodes"] = sum(m.get("episodes", 0.0) for m in actors)
     for name in _FROM_ACTORS:
         values = [m[name] for m in actors if name in m]
         if values:
             merged[name] = sum(values) / len(values)
     for kind, names in (("learner", _FROM_LEARNER), ("replay", _FROM_REPLAY)):
-        first = next((r.metrics for r in reports if r.kind == kind), {})
+        first = next((r.metrics for r in reports if r.kind in (kind, "fused")), {})
         merged |= {name: first[name] for name in names if name in first}
     return merged

@@ -32,7 +32,7 @@ def summarise(
         "preset": experiment.preset,
         "algo": experiment.algo,
         "seed": experiment.seed,
-        "topology": "pipeline",
+        "topology": "fused" if experiment.fused else "pipeline",
         "placement": experiment.placement,
         "env_steps": counts["env_steps"],
         "updates": counts["updates"],

@@ -1,4 +1,4 @@
-"""Environments: Gymnasium, Atari and EnvPool behind one interface, and small ones of our own."""
+"""Environments: Gymnasium, Atari, EnvPool and tensor-native games behind one interface, and small ones of our own."""
 
 from qfleet.envs.atari import AtariConfig
 from qfleet.envs.gym import Factory, GymConfig, wrap_vector
@@ -6,6 +6,7 @@ from qfleet.envs.make import EnvConfig, env_spec, make_env
 from qfleet.envs.pool import EnvPoolConfig
 from qfleet.envs.reward import RewardShaping
 from qfleet.envs.small import register_small
+from qfleet.envs.tensor.games import TensorConfig, register_games
 from qfleet.envs.vector import Tick, VectorEnv
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Factory",
     "GymConfig",
     "RewardShaping",
+    "TensorConfig",
     "Tick",
     "VectorEnv",
     "env_spec",
@@ -23,3 +25,4 @@ __all__ = [
 ]
 
 register_small()
+register_games()

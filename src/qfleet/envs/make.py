@@ -12,13 +12,15 @@ from qfleet.core.spec import EnvSpec
 from qfleet.envs.atari import AtariConfig, AtariEnv
 from qfleet.envs.gym import Factory, GymConfig, make_gym
 from qfleet.envs.pool import EnvPoolConfig, PoolEnv
+from qfleet.envs.reward import AS_IT_IS, RewardShaping
+from qfleet.envs.tensor.games import TensorConfig, make_tensor_env
 from qfleet.envs.vector import VectorEnv
 
-EnvConfig = Annotated[GymConfig | AtariConfig | EnvPoolConfig, Field(discriminator="kind")]
+EnvConfig = Annotated[GymConfig | AtariConfig | EnvPoolConfig | TensorConfig, Field(discriminator="kind")]
 
 
 def make_env(
-    config: GymConfig | AtariConfig | EnvPoolConfig,
+    config: GymConfig | AtariConfig | EnvPoolConfig | TensorConfig,
     num_envs: int,
     *,
     evaluation: bool = False,
@@ -36,10 +38,19 @@ def make_env(
         raise ConfigError(f"an environment factory goes with kind 'gym', not '{config.kind}'")
     if isinstance(config, AtariConfig):
         return AtariEnv(config, num_envs, evaluation)
-    return PoolEnv(config, num_envs, evaluation)
+    if isinstance(config, EnvPoolConfig):
+        return PoolEnv(config, num_envs, evaluation)
+    return _make_tensor(config, num_envs, evaluation)
 
 
-def env_spec(config: GymConfig | AtariConfig | EnvPoolConfig, factory: Factory | None = None) -> EnvSpec:
+def _make_tensor(config: TensorConfig, num_envs: int, evaluation: bool) -> VectorEnv:
+    from qfleet.envs.tensor.vector import TensorVector  # here, since it loads torch
+
+    shaping = AS_IT_IS if evaluation else RewardShaping(config.reward_scale, config.reward_clip)
+    return TensorVector(make_tensor_env(config, evaluation), num_envs, shaping, config.options)
+
+
+def env_spec(config: GymConfig | AtariConfig | EnvPoolConfig | TensorConfig, factory: Factory | None = None) -> EnvSpec:
     """Return what an agent has to know of the environment; makes one, looks at it and closes it."""
     if isinstance(config, GymConfig) and config.vectorisation == "async":
         config = config.replace(vectorisation="sync")  # the same spaces without a process

@@ -10,18 +10,26 @@ from qfleet.algo.exploration import EpsilonGreedyConfig, NoneConfig
 from qfleet.algo.heads import CategoricalConfig, ImplicitQuantileConfig, QuantileConfig
 from qfleet.algo.torsos import ImpalaConfig, MlpConfig, NatureConfig, TabularConfig
 from qfleet.core.errors import ConfigError, did_you_mean
-from qfleet.envs import GymConfig
+from qfleet.envs import GymConfig, TensorConfig
 from qfleet.experiment import Experiment, with_changes
 from qfleet.replay import PrioritisedConfig, UniformConfig
 
 Changes = dict[str, Any]
 
-STEP_REWARDS = {"CartPole-v1": (0.0, 1.0), "Acrobot-v1": (-1.0, 0.0), "MountainCar-v0": (-1.0, 0.0)}
+STEP_REWARDS = {
+    "CartPole-v1": (0.0, 1.0),
+    "cartpole": (0.0, 1.0),
+    "Acrobot-v1": (-1.0, 0.0),
+    "acrobot": (-1.0, 0.0),
+    "MountainCar-v0": (-1.0, 0.0),
+}
 """The smallest and largest reward of a step where every step has the same: returns reach them over the horizon."""
 RETURNS = {
     "LunarLander-v3": (-200.0, 300.0),
     "qfleet/Catch-v0": (-1.0, 1.0),
+    "catch": (-1.0, 1.0),
     "qfleet/Maze-v0": (-10.0, 10.0),
+    "maze": (-10.0, 10.0),
 }
 """The smallest and largest discounted return of the presets' environments, before their reward scale."""
 PUBLISHED_RETURNS = (-10.0, 10.0)
@@ -150,19 +158,25 @@ def _deep_network(experiment: Experiment) -> Changes:
 
 
 def _categorical(experiment: Experiment) -> CategoricalConfig:
-    env = experiment.env
+    env, unit = experiment.env, _reward_scale(experiment)
+    name = env.game if isinstance(env, TensorConfig) else env.id if isinstance(env, GymConfig) else ""
     low, high = PUBLISHED_RETURNS
-    if isinstance(env, GymConfig) and env.id in STEP_REWARDS:
+    if name in STEP_REWARDS:
         horizon = 1 / max(1 - experiment.agent.gamma, 1e-3)
-        low, high = (reward * horizon * env.reward_scale for reward in STEP_REWARDS[env.id])
-    elif isinstance(env, GymConfig) and env.id in RETURNS:
-        low, high = (bound * env.reward_scale for bound in RETURNS[env.id])
+        low, high = (reward * horizon * unit for reward in STEP_REWARDS[name])
+    elif name in RETURNS:
+        low, high = (bound * unit for bound in RETURNS[name])
     return CategoricalConfig(v_min=low, v_max=high)
+
+
+def _reward_scale(experiment: Experiment) -> float:
+    """Return what rewards are multiplied by for learning."""
+    return experiment.env.reward_scale if isinstance(experiment.env, GymConfig | TensorConfig) else 1.0
 
 
 def _scaled_munchausen(experiment: Experiment) -> MunchausenConfig:
     """What is published fits rewards of about 1; both numbers are in units of the reward."""
-    unit = experiment.env.reward_scale if isinstance(experiment.env, GymConfig) else 1.0
+    unit = _reward_scale(experiment)
     published = MunchausenConfig()
     return MunchausenConfig(temperature=published.temperature * unit, clip=published.clip * unit)
 

@@ -12,7 +12,7 @@ from qfleet.algo.optim import AdamConfig
 from qfleet.algo.schedules import LinearRateConfig
 from qfleet.algo.torsos import MlpConfig
 from qfleet.core.errors import MissingExtra
-from qfleet.envs import GymConfig
+from qfleet.envs import GymConfig, TensorConfig
 from qfleet.experiment import Experiment
 from qfleet.replay import ReplayConfig
 from qfleet.roles.actor import ActorConfig
@@ -26,7 +26,7 @@ def cartpole() -> Experiment:
         preset="cartpole",
         algo="nstep",
         env_steps=100_000,
-        env=GymConfig(id="CartPole-v1", reward_scale=0.005),
+        env=TensorConfig(game="cartpole", reward_scale=0.005),
         network=MlpConfig(hidden=(128, 128), input=InputConfig(scale=(1 / 2.4, 1 / 2, 1 / 0.21, 1 / 2))),
         agent=ReplayAgent(double=True, n_step=3, gamma=0.995, target=SoftTargetConfig(tau=0.1)),
         exploration=EpsilonGreedyConfig(start=1.0, end=0.2, steps=4_000),
@@ -46,7 +46,7 @@ def acrobot() -> Experiment:
         preset="acrobot",
         algo="nstep",
         env_steps=100_000,
-        env=GymConfig(id="Acrobot-v1", reward_scale=0.01),
+        env=TensorConfig(game="acrobot", reward_scale=0.01),
         network=MlpConfig(hidden=(128, 128), input=InputConfig(scale=(1.0, 1.0, 1.0, 1.0, *speeds))),
         agent=ReplayAgent(double=True, n_step=3, gamma=0.99, target=SoftTargetConfig(tau=0.05)),
         exploration=EpsilonGreedyConfig(start=1.0, end=0.1, steps=5_000),

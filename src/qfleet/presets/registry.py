@@ -11,6 +11,7 @@ from qfleet.core.errors import ConfigError, QfleetError, did_you_mean
 from qfleet.experiment import Experiment
 from qfleet.presets.atari import atari
 from qfleet.presets.classic import acrobot, cartpole, lunarlander, mountaincar
+from qfleet.presets.minatar import minatar
 from qfleet.presets.registered import registered
 from qfleet.presets.small import catch, maze
 
@@ -22,7 +23,11 @@ PRESETS: dict[str, Callable[[], Experiment]] = {
     "catch": catch,
     "maze": maze,
 }
-PREFIXES: dict[str, tuple[str, Callable[[str], Experiment]]] = {"atari": ("GAME", atari), "gym": ("ID", registered)}
+PREFIXES: dict[str, tuple[str, Callable[[str], Experiment]]] = {
+    "minatar": ("GAME", minatar),
+    "atari": ("GAME", atari),
+    "gym": ("ID", registered),
+}
 """By prefix: what follows the colon, and the function that takes it."""
 FACTORY = "gym:"
 """The preset of an environment that has no id because a function makes it."""
@@ -57,7 +62,7 @@ def describe() -> dict[str, str]:
     return {name: (inspect.getdoc(function) or "").partition("\n")[0] for name, function in functions.items()}
 
 
-_EXAMPLES = {"atari": "atari:pong", "gym": "gym:CartPole-v1"}
+_EXAMPLES = {"minatar": "minatar:breakout", "atari": "atari:pong", "gym": "gym:CartPole-v1"}
 
 
 def _forms() -> dict[str, Callable[[str], Experiment]]:

@@ -6,7 +6,7 @@ from qfleet.algo.agent import ReplayAgent, SoftTargetConfig, TabularAgent
 from qfleet.algo.exploration import EpsilonGreedyConfig
 from qfleet.algo.optim import AdamConfig
 from qfleet.algo.torsos import SmallCnnConfig, TabularConfig
-from qfleet.envs import GymConfig
+from qfleet.envs import GymConfig, TensorConfig
 from qfleet.experiment import Experiment
 from qfleet.replay import ReplayConfig
 from qfleet.roles.actor import ActorConfig
@@ -23,7 +23,7 @@ def catch() -> Experiment:
         preset="catch",
         algo="nstep",
         env_steps=30_000,
-        env=GymConfig(id="qfleet/Catch-v0"),
+        env=TensorConfig(game="catch"),
         network=SmallCnnConfig(),
         agent=ReplayAgent(double=True, n_step=3, target=SoftTargetConfig(tau=0.02)),
         exploration=EpsilonGreedyConfig(start=1.0, end=0.05, steps=3_000),

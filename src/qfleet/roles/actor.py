@@ -35,7 +35,7 @@ from qfleet.roles.weight_store import WeightReader
 class ActorConfig(Config):
     """How much one actor does at a time."""
 
-    envs: int = Field(8, gt=0, le=4096)
+    envs: int = Field(8, gt=0, le=65_536)
     """Environments of each actor."""
     unroll: int = Field(1, gt=0, le=4096)
     """Ticks of all environments between two messages."""

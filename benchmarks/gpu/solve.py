@@ -1,0 +1,80 @@
+"""Seconds of training to a score on the device, after warm-up; evaluations are not counted.
+
+    python benchmarks/gpu/solve.py GAME [--seeds 1 2 3] [--limit 20] [--section.field VALUE ...]
+
+GAME is cartpole or a MinAtar game. The score has to be reached by three evaluations in a row. After the warm-up
+(compilation, recording) the loop is put back to its very first state, and the clock starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import yaml
+from fused import build, cartpole_pqn, synchronise
+
+from qfleet.experiment import Experiment
+from qfleet.presets import preset
+from qfleet.roles.fused.evaluation import DeviceEvaluation
+from qfleet.roles.fused.loop import Loop
+
+SCORES = {"cartpole": 475.0, "breakout": 87.0, "asterix": 71.0, "space_invaders": 159.0}
+WARM_UP = 6
+
+
+def experiment_of(game: str) -> Experiment:
+    if game == "cartpole":
+        return cartpole_pqn(1024, 32, 2, 8)
+    return preset(f"minatar:{game}")
+
+
+def solve(loop: Loop, score: float, every: int, limit: float) -> dict[str, Any]:
+    """Train until three evaluations in a row reach the score; return seconds, steps and the curve."""
+    first, began = loop.state_dict(), time.perf_counter()
+    for _ in range(WARM_UP):
+        loop.advance()
+    evaluation = DeviceEvaluation(loop.setup, loop.choices.recorded)
+    evaluation.play(loop.evaluated)
+    loop.load_state_dict(first)
+    synchronise()
+    warm_up = time.perf_counter() - began
+    spent, row, due, curve = 0.0, 0, 0, []
+    while spent < limit and row < 3:
+        began = time.perf_counter()
+        loop.advance()
+        synchronise()
+        spent += time.perf_counter() - began
+        if loop.steps // every > due:
+            due = loop.steps // every
+            mean = float(evaluation.play(loop.evaluated)[0].mean())
+            row = row + 1 if mean >= score else 0
+            curve.append((loop.steps, round(spent, 2), round(mean, 1)))
+    return {"solved": row == 3, "seconds": spent, "steps": loop.steps, "warm_up": warm_up, "curve": curve}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("game", choices=list(SCORES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--limit", type=float, default=20.0)
+    parser.add_argument("--every", type=int, default=0)
+    parser.add_argument("--score", type=float)
+    options, rest = parser.parse_known_args()
+    changes = {
+        name.removeprefix("--"): yaml.safe_load(value) for name, value in zip(rest[::2], rest[1::2], strict=True)
+    }
+    experiment = experiment_of(options.game)
+    every = options.every or experiment.evaluation.every
+    for seed in options.seeds:
+        loop = build(experiment, seed=seed, **changes)
+        result = solve(loop, options.score or SCORES[options.game], every, options.limit)
+        curve = result.pop("curve")
+        shown = curve[:: max(len(curve) // 8, 1)]
+        print(json.dumps({"game": options.game, "seed": seed, **changes, **result, "curve": shown}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

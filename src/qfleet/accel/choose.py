@@ -1,0 +1,130 @@
+"""Decides how a run's updates are computed: explicit settings win, then what a probe found, then the shipped table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+import torch
+
+from qfleet.accel import cache
+from qfleet.accel.config import AccelConfig
+from qfleet.accel.hardware import Hardware
+from qfleet.accel.table import Settings, shipped
+from qfleet.version import __version__
+
+_SWITCHES = ("compile", "graphs", "kernels", "channels_last")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is computed, as far as it decides which settings are fast: plain values only."""
+
+    agent: Mapping[str, Any]
+    """Its settings but for those that change numbers and not the work."""
+    network: Mapping[str, Any]
+    optim: str
+    sampler: str
+    """How a replay is drawn from; empty without one."""
+    observations: Mapping[str, Any]
+    """Shape and type of each leaf."""
+    actions: int
+    envs: int
+    batch: int
+    """Samples of one update."""
+
+    @property
+    def inputs(self) -> Literal["vectors", "images"]:
+        """Images where any leaf has height and width."""
+        return "images" if any(len(leaf["shape"]) == 3 for leaf in self.observations.values()) else "vectors"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How this run is computed, and why so."""
+
+    settings: Settings
+    why: str
+    """Where the settings come from."""
+    notes: tuple[str, ...] = ()
+    """What was wanted and cannot be used, each with the reason."""
+
+    def line(self, hardware: Hardware) -> str:
+        """Return the choice in one line, for a person."""
+        return "; ".join([f"{hardware.kind}: {self.settings.words(hardware.kind)} ({self.why})", *self.notes])
+
+
+def key_of(hardware: Hardware, workload: Workload) -> cache.Key:
+    """Return what a cached choice is found by."""
+    return {
+        "hardware": [hardware.kind, hardware.name, *hardware.capability],
+        "workload": asdict(workload),
+        "versions": {"qfleet": __version__, "torch": torch.__version__, "triton": _triton()},
+    }
+
+
+def resolve(config: AccelConfig, hardware: Hardware, workload: Workload, obstacles: Mapping[str, str]) -> Choice:
+    """Return the settings to use. `obstacles` are those of the model: settings it cannot use, with the reason."""
+    entry, complaint = cache.find(key_of(hardware, workload))
+    if entry is not None:
+        base, why = entry.settings, entry.why
+    else:
+        base, why = shipped(hardware, workload.agent["kind"], workload.inputs)
+    given = explicit(config)
+    if given:
+        names = ", ".join(f"accel.{name}" for name in given)
+        why = f"{names} set" if len(given) == len(AccelConfig.model_fields) else f"{why}; {names} set"
+    wanted: Settings = base.replace(**given)
+    settings, notes = restrict(wanted, {**obstacles, **hardware.obstacles}, hardware.kind)
+    return Choice(settings, why, (*notes, complaint) if complaint else notes)
+
+
+def explicit(config: AccelConfig) -> dict[str, Any]:
+    """Return the settings that are not left to us, by name."""
+    given: dict[str, Any] = {
+        name: getattr(config, name) == "on" for name in _SWITCHES if getattr(config, name) != "auto"
+    }
+    if config.precision != "auto":
+        given["precision"] = config.precision
+    if config.graph_updates:
+        given["graph_updates"] = config.graph_updates
+    return given
+
+
+def as_config(settings: Settings) -> AccelConfig:
+    """Return the explicit settings that ask for exactly these."""
+    switches = {name: "on" if getattr(settings, name) else "off" for name in _SWITCHES}
+    return AccelConfig.model_validate(
+        {"precision": settings.precision, "graph_updates": settings.graph_updates, **switches}
+    )
+
+
+def restrict(wanted: Settings, obstacles: Mapping[str, str], kind: str) -> tuple[Settings, tuple[str, ...]]:
+    """Return the settings without what cannot be used on a kind of device, and a note for each thing left out."""
+    changes: dict[str, Any] = {}
+    notes = []
+    if wanted.precision != "fp32" and "precision" in obstacles:
+        changes["precision"] = "fp32"
+        notes.append(f"fp32 in place of {wanted.precision}: {obstacles['precision']}")
+    for name in _SWITCHES:
+        if getattr(wanted, name) and name in obstacles:
+            changes[name] = False
+            notes.append(f"{name} off: {obstacles[name]}")
+    settings: Settings = wanted.replace(**changes)
+    if settings.graphs and not settings.kernels:
+        # Only our own optimiser step decides on the device what is finite, which a recording needs.
+        settings = settings.replace(graphs=False)
+        notes.append("graphs off: they need our kernels")
+    if settings.compile and settings.kernels and kind == "cpu":
+        settings = settings.replace(compile=False)
+        notes.append("compile off: the hand-written network needs none")
+    return settings, tuple(notes)
+
+
+def _triton() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""

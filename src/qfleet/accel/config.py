@@ -1,0 +1,26 @@
+"""The settings of how an update is computed; what it computes is the same for all of them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from qfleet.core.config import Config
+
+
+class AccelConfig(Config):
+    """How updates are made fast. "auto" takes what was measured best on this kind of hardware; see `qfleet probe`."""
+
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
+    """Number format of the network's matrix products; weights, losses and optimiser are always float32."""
+    graphs: Literal["auto", "off", "on"] = "auto"
+    """Record the loop once as a CUDA graph and replay it, so that the device never waits for Python."""
+    graph_updates: int = Field(default=0, ge=0, le=4096)
+    """Updates in one recording; 0 chooses."""
+    compile: Literal["auto", "off", "on"] = "auto"
+    """Let torch.compile fuse operations: long to start, shorter afterwards."""
+    kernels: Literal["auto", "off", "on"] = "auto"
+    """Use qfleet's own kernels (Triton on a GPU, hand-written small networks on a CPU) where they fit."""
+    channels_last: Literal["auto", "off", "on"] = "auto"
+    """Keep images with their channels last, as the fastest convolutions want them."""

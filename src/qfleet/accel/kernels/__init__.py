@@ -1,0 +1,1 @@
+"""Triton kernels, each beside a wrapper over tensors; only who uses one imports its file, which loads Triton."""

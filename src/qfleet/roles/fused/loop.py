@@ -1,0 +1,136 @@
+"""What both fused loops are: a bounded piece of acting and learning at a time, and the state that goes on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qfleet.accel.graphs import Recording
+from qfleet.algo.exploration import epsilons
+from qfleet.algo.flat import FlatParameters
+from qfleet.algo.model_io import read_tensors
+from qfleet.algo.networks import build_network
+from qfleet.algo.updates import DeepUpdate, build_update
+from qfleet.algo.warmstart import warm_start
+from qfleet.core import seeding
+from qfleet.core.role import State
+from qfleet.envs.tensor.games import make_tensor_env
+from qfleet.roles.fused.choices import choose
+from qfleet.roles.fused.player import Player, Ticked
+from qfleet.roles.fused.setup import FusedSetup
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What one piece of a loop came to."""
+
+    steps: int
+    updates: int
+    samples: int
+    skipped: int = 0
+    """Updates that were left out because loss or gradient was not finite."""
+
+
+class Loop(ABC):
+    """Environments, networks and their update on one device."""
+
+    def __init__(self, setup: FusedSetup) -> None:
+        self.setup, self.device = setup, torch.device(setup.device)
+        self.generator = seeding.torch_stream(setup.seed, "fused", purpose="play", device=self.device)
+        self.learning = seeding.torch_stream(setup.seed, "fused", purpose="update", device=self.device)
+        self.player = Player(make_tensor_env(setup.env), setup.actor.envs, self.generator)
+        self.steps = 0
+        """Transitions so far, as of the last piece's end."""
+        self.report = ""
+        """What a person should know of how the loop began or was resumed; empty if nothing."""
+        self.update = self._build_update()
+        self._epsilon = torch.zeros(setup.actor.envs, device=self.device)
+        self._seen = [0.0, 0.0, 0.0]
+        """The episodes that were counted when metrics were last read, their returns, their lengths."""
+        self._recent: dict[str, float] = {}
+
+    @abstractmethod
+    def advance(self) -> Progress:
+        """Act and learn for a while."""
+
+    @property
+    @abstractmethod
+    def evaluated(self) -> FlatParameters:
+        """The weights that are evaluated and kept."""
+
+    def _build_update(self) -> DeepUpdate:
+        setup = self.setup
+        network = build_network(setup.network, setup.agent, setup.spec, seed=setup.seed, custom=setup.code.network)
+        if setup.warm_start is not None:
+            self.report = str(warm_start(network, read_tensors(setup.warm_start), setup.warm_start_part))
+        network = network.to(self.device)
+        self.choices = choose(setup, network)
+        update = build_update(
+            setup.agent,
+            network,
+            setup.optim,
+            self.learning,
+            setup.total_updates,
+            gradient=self.choices.gradient,
+            stepper=self.choices.stepper,
+        )
+        assert isinstance(update, DeepUpdate)
+        self._values = self.choices.values(network)
+        return update
+
+    def recording(self, work: Callable[[], object]) -> Recording:
+        """Return a piece of work that is recorded where this run's is."""
+        return Recording(work, (self.generator, self.learning), enabled=self.choices.recorded)
+
+    def tick(self) -> tuple[Ticked, Tensor]:
+        """Act once in every environment; return what happened and the rewards [E] for learning."""
+        self.update.online.resample_noise(self.generator)
+        ticked, env = self.player.tick(self._values, self._epsilon), self.setup.env
+        reward = ticked.outcome.reward
+        if env.reward_clip is not None:
+            reward = reward.clamp(-env.reward_clip, env.reward_clip)
+        return ticked, reward * env.reward_scale
+
+    def set_epsilon(self) -> None:
+        """Bring exploration up to where the run is."""
+        envs = self.setup.actor.envs
+        values = epsilons(self.setup.exploration, self.steps, 0, envs, envs)
+        self._epsilon.copy_(torch.from_numpy(values))
+
+    def count_steps(self) -> int:
+        """Return the transitions since the last call. Waits for the device."""
+        before, self.steps = self.steps, int(self.player.steps.item())
+        return self.steps - before
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the numbers worth watching. Waits for the device."""
+        finished = self.player.finished.tolist()
+        episodes, returns, lengths = (now - before for now, before in zip(finished, self._seen, strict=True))
+        self._seen = finished
+        if episodes:
+            self._recent = {"episode_return": returns / episodes, "episode_length": lengths / episodes}
+        return {"episodes": finished[0], "epsilon": float(self._epsilon.mean()), **self._recent}
+
+    def state_dict(self) -> State:
+        """Return everything that the loop's future depends on."""
+        return {
+            "player": self.player.state_dict(),
+            "update": self.update.state_dict(),
+            "generators": [self.generator.get_state(), self.learning.get_state()],
+            "steps": self.steps,
+            "settings": self.choices.settings.model_dump(),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue."""
+        self.player.load_state_dict(state["player"])
+        self.update.load_state_dict(state["update"])
+        for generator, saved in zip((self.generator, self.learning), state["generators"], strict=True):
+            generator.set_state(saved)
+        self.steps = state["steps"]
+        if state["settings"] != self.choices.settings.model_dump():
+            self.report = "resumed with other settings of accel than it was saved with: it goes on, but not to the byte"

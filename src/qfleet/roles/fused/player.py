@@ -1,0 +1,91 @@
+"""Acts in tensor-native environments: one tick is observation, values, actions, and what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qfleet.algo.exploration import choose_tensors
+from qfleet.core.role import State
+from qfleet.envs.tensor.protocol import GameState, Outcome, TensorEnv, to_arrays
+
+Values = Callable[[dict[str, Tensor]], Tensor]
+"""Returns the values [E, A] of all actions for observation leaves [E, ...]."""
+
+
+@dataclass(frozen=True)
+class Ticked:
+    """One tick of E environments: where it began, what was done, what came of it."""
+
+    observation: dict[str, Tensor]  # [E, ...] acted on
+    mask: Tensor | None  # [E, A]
+    action: Tensor  # [E]
+    outcome: Outcome
+    final: Tensor  # [E] bool: `observation` is what an episode ended with, so the action was ignored
+
+
+class Player:
+    """E environments and their random stream. Its tensors keep their place, so that a tick can be captured."""
+
+    def __init__(self, env: TensorEnv, envs: int, generator: torch.Generator) -> None:
+        self.env, self.envs, self._generator = env, envs, generator
+        self.state: GameState = env.reset(self._uniform(env.draws))
+        self.returns = torch.zeros(envs, device=generator.device)
+        """Undiscounted rewards of the open episodes."""
+        self.finished = torch.zeros(3, dtype=torch.float64, device=generator.device)
+        """Episodes that ended, the sum of their returns, the sum of their lengths."""
+        self.steps = torch.zeros((), dtype=torch.int64, device=generator.device)
+        """Transitions so far: ticks that only began an episode are none."""
+
+    def restart(self) -> None:
+        """Begin anew in every environment, in the tensors that are there; what was counted stays."""
+        for name, value in self.env.reset(self._uniform(self.env.draws)).items():
+            self.state[name].copy_(value)
+        self.returns.zero_()
+
+    @property
+    def observation(self) -> dict[str, Tensor]:
+        """What is acted on next [E, ...]."""
+        return self.env.observe(self.state)
+
+    @torch.no_grad()
+    def tick(self, values: Values, epsilon: Tensor) -> Ticked:
+        """Act once in every environment, at random with probability `epsilon` [E] or scalar."""
+        observation, mask, final = self.observation, self.env.mask(self.state), self.state["ended"].clone()
+        random = self._uniform(self.env.draws + 2)
+        action = choose_tensors(values(observation), epsilon, mask, random[:, :2])
+        state, outcome = self.env.step(self.state, action, random[:, 2:])
+        self._count(outcome, state["age"])
+        for name, value in state.items():
+            self.state[name].copy_(value)
+        return Ticked(observation, mask, action, outcome, final)
+
+    def _count(self, outcome: Outcome, age: Tensor) -> None:
+        self.returns.add_(outcome.reward)
+        self.steps.add_(outcome.valid.sum())
+        ended = outcome.terminated | outcome.truncated
+        if ended.device.type == "cpu" and not ended.any():  # to look is free here, and most ticks end nothing
+            return
+        over = ended.double()
+        self.finished.add_(torch.stack([over.sum(), over @ self.returns.double(), over @ age.double()]))
+        self.returns.masked_fill_(ended, 0.0)
+
+    def _uniform(self, count: int) -> Tensor:
+        return torch.rand(self.envs, count, generator=self._generator, device=self._generator.device)
+
+    def state_dict(self) -> State:
+        """Return the environments and what was counted (the generator belongs to the loop)."""
+        counts = {"returns": self.returns, "finished": self.finished, "steps": self.steps}
+        return {"state": to_arrays(self.state), "counts": to_arrays(counts)}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue, in the tensors that are there."""
+        counts = state["counts"]
+        saved = {**state["state"]}
+        for name, value in self.state.items():
+            value.copy_(torch.from_numpy(saved[name]))
+        for tensor, name in ((self.returns, "returns"), (self.finished, "finished"), (self.steps, "steps")):
+            tensor.copy_(torch.from_numpy(counts[name]))

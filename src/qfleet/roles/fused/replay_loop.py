@@ -1,0 +1,165 @@
+"""The fused loop of replay agents: act, store, draw, learn, write priorities back, all on one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from qfleet.accel.replay import make_grid
+from qfleet.algo.agent import ReplayAgent
+from qfleet.algo.flat import FlatParameters
+from qfleet.algo.updates import Learned, ReplayUpdate
+from qfleet.core.role import State
+from qfleet.roles.fused.loop import Loop, Progress
+from qfleet.roles.fused.memory import require_memory
+from qfleet.roles.fused.setup import FusedSetup
+
+TICKS = 32
+"""Ticks of one eager piece: many enough that looking after the run costs nothing beside them."""
+UPDATES = 256
+"""Updates of one recorded piece, about: the device is waited for once in each."""
+
+
+class ReplayLoop(Loop):
+    """One network and its target, a grid of rows, and E environments."""
+
+    update: ReplayUpdate
+
+    def __init__(self, setup: FusedSetup) -> None:
+        super().__init__(setup)
+        assert isinstance(setup.agent, ReplayAgent)
+        self._agent, envs = setup.agent, setup.actor.envs
+        require_memory(setup, self.update.flat.parameters.numel())
+        self.grid = make_grid(
+            setup.spec,
+            max(setup.replay.capacity // envs, 1),
+            envs,
+            self._agent.n_step,
+            self._agent.gamma,
+            setup.replay.sampler,
+            self.device,
+            self.learning,
+            kernels=self.choices.settings.kernels,
+        )
+        self._beta = torch.zeros((), device=self.device)
+        self._ticks = self._tried = 0
+        self._latest: Learned | None = None
+        per_tick = envs / setup.learner.train_period
+        updates, ticks = max(round(per_tick), 1), max(round(1 / per_tick), 1)
+        self._repeats = max(self.choices.settings.graph_updates // updates, 1)
+        self._cycle_updates, self._cycle_ticks = updates * self._repeats, ticks * self._repeats
+        self._acting, self._learning = self.recording(self._act), self.recording(self._learn)
+        self._cycling = self.recording(self._cycle)
+
+    @property
+    def evaluated(self) -> FlatParameters:
+        """The target's weights, or the online network's."""
+        return self.update.target_flat if self.setup.learner.evaluated == "target" else self.update.flat
+
+    def advance(self) -> Progress:
+        """Act for some ticks, and learn as often as the transitions so far ask for."""
+        before, steps, tried = self.update.updates, self.steps, self._tried
+        self.update.prepare()
+        if self.choices.recorded:
+            self._advance_recorded()
+        else:
+            self._advance_eagerly()
+        made, tried = self.update.updates - before, self._tried - tried
+        return Progress(self.steps - steps, made, tried * self.setup.learner.batch_size, tried - made)
+
+    def _advance_eagerly(self) -> None:
+        """Tick by tick: after each one learn what is owed."""
+        for _ in range(TICKS):
+            self._run_ticks(1)
+            self._settle()
+            if self.steps >= self.setup.env_steps:
+                break
+
+    def _advance_recorded(self) -> None:
+        """Many cycles of acting and learning at once, in about the right ratio; then settle the difference."""
+        if not self._learns():
+            self._run_ticks(TICKS)
+            return
+        ahead = -self._owed() * self.setup.learner.train_period / self.setup.actor.envs
+        if ahead >= 1:
+            self._run_ticks(int(ahead))
+        self._prepare()
+        cycles = max(UPDATES // self._cycle_updates, 1)
+        for _ in range(cycles):
+            self._cycling()
+        self._ticks += cycles * self._cycle_ticks
+        self._tried += cycles * self._cycle_updates
+        self.count_steps()
+        self._settle()
+
+    def _run_ticks(self, ticks: int) -> None:
+        self._prepare()
+        for _ in range(ticks):
+            self._acting()
+        self._ticks += ticks
+        self.count_steps()
+
+    def _settle(self) -> None:
+        """Learn what the transitions so far ask for beyond what was learned."""
+        for _ in range(self._owed()):
+            self._learning()
+            self._tried += 1
+
+    def _learns(self) -> bool:
+        """Return whether there is enough to learn from."""
+        return self.steps >= self.setup.learner.learning_starts and self._ticks > self._agent.n_step + 1
+
+    def _owed(self) -> int:
+        """Return how many updates the transitions so far ask for beyond those that were tried; may be below 0."""
+        learner = self.setup.learner
+        if not self._learns():
+            return 0
+        return math.floor((self.steps - learner.learning_starts) / learner.train_period) - self._tried
+
+    def _prepare(self) -> None:
+        """Bring exploration and importance weights up to where the run is."""
+        self.set_epsilon()
+        self._beta.fill_(self.setup.beta.at(self.steps))
+
+    def _cycle(self) -> None:
+        for _ in range(self._repeats):
+            for _ in range(self._cycle_ticks // self._repeats):
+                self._act()
+            for _ in range(self._cycle_updates // self._repeats):
+                self._learn()
+
+    def _act(self) -> None:
+        ticked, reward = self.tick()
+        outcome = ticked.outcome
+        self.grid.add(
+            ticked.observation, ticked.action, reward, outcome.terminated, outcome.truncated, ticked.final, ticked.mask
+        )
+
+    def _learn(self) -> None:
+        sample = self.grid.sample(self.setup.learner.batch_size, self._beta)
+        self._latest = self.update.learn(sample.batch)
+        if self._latest.made is not False:
+            self.grid.update_priorities(sample.index, sample.generation, self._latest.priority)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the numbers worth watching. Waits for the device."""
+        latest = {} if self._latest is None else self._latest.metrics
+        numbers = {name: float(value) for name, value in latest.items()}
+        replay = {
+            "replay_size": float(self.grid.count),
+            "replay_fill": min(self._ticks / self.grid.length, 1.0),
+            "samples_per_insert": self._tried * self.setup.learner.batch_size / max(self.steps, 1),
+        }
+        return {**super().metrics(), **numbers, **replay}
+
+    def state_dict(self) -> State:
+        """Return everything that the loop's future depends on."""
+        return {**super().state_dict(), "grid": self.grid.state_dict(), "counters": [self._ticks, self._tried]}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue."""
+        super().load_state_dict(state)
+        self.grid.load_state_dict(state["grid"])
+        self._ticks, self._tried = state["counters"]

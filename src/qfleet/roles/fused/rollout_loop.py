@@ -1,0 +1,80 @@
+"""The fused loop of rollout agents (PQN): play a rollout on the device, value it, learn from it, forget it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from qfleet.algo.agent import RolloutAgent
+from qfleet.algo.flat import FlatParameters
+from qfleet.algo.rollouts import RolloutTensors
+from qfleet.algo.targets import allow, lambda_returns
+from qfleet.algo.updates import RolloutUpdate
+from qfleet.roles.fused.loop import Loop, Progress
+from qfleet.roles.fused.memory import require_memory
+from qfleet.roles.fused.setup import FusedSetup
+
+
+class RolloutLoop(Loop):
+    """One network and E environments; one piece is one rollout of T ticks and all updates on it."""
+
+    update: RolloutUpdate
+
+    def __init__(self, setup: FusedSetup) -> None:
+        super().__init__(setup)
+        assert isinstance(setup.agent, RolloutAgent)
+        self._agent = setup.agent
+        require_memory(setup, self.update.flat.parameters.numel())
+        self._latest: dict[str, Tensor] = {}
+        self._working = self.recording(self._work)
+
+    @property
+    def evaluated(self) -> FlatParameters:
+        """The network's weights."""
+        return self.update.flat
+
+    def advance(self) -> Progress:
+        """Play one rollout and learn from it."""
+        before, tried = self.update.updates, self._agent.epochs * self._agent.minibatches
+        self.set_epsilon()
+        self.update.prepare()
+        self._working()
+        made, steps = self.update.updates - before, self.count_steps()
+        return Progress(steps, made, steps * self._agent.epochs, tried - made)
+
+    def _work(self) -> None:
+        self._latest = self.update.learn(self._play()).metrics
+
+    @torch.no_grad()
+    def _play(self) -> RolloutTensors:
+        """Return T ticks of E environments as T * E samples; those that only began an episode have weight 0."""
+        agent, online = self._agent, self.update.online.eval()
+        ticks, rewards = zip(*[self.tick() for _ in range(agent.rollout_length)], strict=True)
+        following = [tick.observation for tick in ticks[1:]] + [self.player.observation]
+        masks = [tick.mask for tick in ticks[1:]] + [self.player.env.mask(self.player.state)]
+        next_value = self._best({name: torch.cat([leaf[name] for leaf in following]) for name in following[0]}, masks)
+        online.train()
+        outcomes = [tick.outcome for tick in ticks]
+        terminated = torch.stack([outcome.terminated for outcome in outcomes])
+        continues = ~(terminated | torch.stack([outcome.truncated for outcome in outcomes]))
+        continues[-1] = False
+        discount = agent.gamma * (~terminated).float()
+        reward = torch.stack(rewards)
+        goal = lambda_returns(reward, discount, next_value.view(reward.shape), continues, agent.q_lambda)
+        return RolloutTensors(
+            observation={name: torch.cat([tick.observation[name] for tick in ticks]) for name in following[0]},
+            action=torch.cat([tick.action for tick in ticks]),
+            goal=goal.flatten(),
+            weight=torch.cat([outcome.valid for outcome in outcomes]).float(),
+        )
+
+    def _best(self, observation: dict[str, Tensor], masks: list[Tensor | None]) -> Tensor:
+        """Return the greatest allowed values [T * E] of observations [T * E, ...]; masks are T times [E, A]."""
+        allowed = [mask for mask in masks if mask is not None]
+        return allow(self._values(observation), torch.cat(allowed) if allowed else None).amax(1)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the numbers worth watching. Waits for the device."""
+        return {**super().metrics(), **{name: float(value) for name, value in self._latest.items()}}

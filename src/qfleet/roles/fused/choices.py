@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from qfleet.accel import steps
 from qfleet.accel.choose import Workload, resolve
+from qfleet.accel.convolutions import compute_by_products
 from qfleet.accel.gradients import WrappedGradient, can_compile
 from qfleet.accel.hardware import look, why_no_cuda
 from qfleet.accel.mlp import MlpForward, MlpGradient
@@ -81,6 +82,8 @@ def choose(setup: FusedSetup, network: QNetwork) -> Choices:
         set_matrix_format(settings.precision)
     if settings.channels_last:
         keep_channels_last(network)
+    elif settings.compile and hardware.kind == "cuda":
+        compute_by_products(network)
     stepper: StepFactory = steps.DeviceStep if settings.kernels and not small else GradientStep
     line = choice.line(hardware)
     if hardware.kind == "cpu" and (reason := why_no_cuda()):

@@ -42,12 +42,13 @@ class Loop(ABC):
         self.setup, self.device = setup, torch.device(setup.device)
         self.generator = seeding.torch_stream(setup.seed, "fused", purpose="play", device=self.device)
         self.learning = seeding.torch_stream(setup.seed, "fused", purpose="update", device=self.device)
-        self.player = Player(make_tensor_env(setup.env), setup.actor.envs, self.generator)
         self.steps = 0
         """Transitions so far, as of the last piece's end."""
         self.report = ""
         """What a person should know of how the loop began or was resumed; empty if nothing."""
         self.update = self._build_update()
+        compiled = self.choices.settings.compile and self.device.type == "cuda"
+        self.player = Player(make_tensor_env(setup.env), setup.actor.envs, self.generator, compiled)
         self._epsilon = torch.zeros(setup.actor.envs, device=self.device)
         self._seen = [0.0, 0.0, 0.0]
         """The episodes that were counted when metrics were last read, their returns, their lengths."""

@@ -30,8 +30,13 @@ class Ticked:
 class Player:
     """E environments and their random stream. Its tensors keep their place, so that a tick can be captured."""
 
-    def __init__(self, env: TensorEnv, envs: int, generator: torch.Generator) -> None:
+    def __init__(self, env: TensorEnv, envs: int, generator: torch.Generator, compiled: bool = False) -> None:
+        """Begin an episode in every environment; `compiled`, torch.compile fuses the rules of the game."""
         self.env, self.envs, self._generator = env, envs, generator
+        self._observe, self._move = env.observe, self._moved
+        if compiled:
+            self._observe = torch.compile(env.observe, dynamic=False)
+            self._move = torch.compile(self._moved, dynamic=False)
         self.state: GameState = env.reset(self._uniform(env.draws))
         self.returns = torch.zeros(envs, device=generator.device)
         """Undiscounted rewards of the open episodes."""
@@ -49,19 +54,25 @@ class Player:
     @property
     def observation(self) -> dict[str, Tensor]:
         """What is acted on next [E, ...]."""
-        return self.env.observe(self.state)
+        return self._observe(self.state)
 
     @torch.no_grad()
     def tick(self, values: Values, epsilon: Tensor) -> Ticked:
         """Act once in every environment, at random with probability `epsilon` [E] or scalar."""
         observation, mask, final = self.observation, self.env.mask(self.state), self.state["ended"].clone()
         random = self._uniform(self.env.draws + 2)
-        action = choose_tensors(values(observation), epsilon, mask, random[:, :2])
-        state, outcome = self.env.step(self.state, action, random[:, 2:])
+        action, state, outcome = self._move(self.state, values(observation), epsilon, mask, random)
         self._count(outcome, state["age"])
         for name, value in state.items():
             self.state[name].copy_(value)
         return Ticked(observation, mask, action, outcome, final)
+
+    def _moved(
+        self, state: GameState, q: Tensor, epsilon: Tensor, mask: Tensor | None, random: Tensor
+    ) -> tuple[Tensor, GameState, Outcome]:
+        """Return the actions [E] chosen by the values `q` [E, A], and what they lead to."""
+        action = choose_tensors(q, epsilon, mask, random[:, :2])
+        return action, *self.env.step(state, action, random[:, 2:])
 
     def _count(self, outcome: Outcome, age: Tensor) -> None:
         self.returns.add_(outcome.reward)

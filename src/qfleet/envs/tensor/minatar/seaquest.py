@@ -124,7 +124,7 @@ class Seaquest(MinAtar):
             cooldown=(old.cooldown.masked_fill(fires, _COOL_DOWN) - 1).clamp(min=0),
             spawn_in=torch.where(spawns, spawn_every, old.spawn_in) - 1,
         )
-        following = {"counters": torch.stack(new, 1), "swimmers": torch.stack([x, y, heading], 1), "boards": boards}
+        following = {"counters": torch.stack([*new], 1), "swimmers": torch.stack([x, y, heading], 1), "boards": boards}
         return following, (hits.sum(1) + bonus).to(torch.float32), struck | ends
 
     def planes(self, state: GameState) -> Tensor:

@@ -83,7 +83,7 @@ class SpaceInvaders(MinAtar):
         counters = _tick(counters, fires)._replace(cannon=cannon, heading=heading, aliens=counters.aliens - kills)
         aliens, counters = self._refill(aliens ^ hits, counters)
         columns = torch.stack([aliens, shots ^ hits, bombs], 1)
-        return {"columns": columns, "counters": torch.stack(counters, 1)}, kills.to(torch.float32), over
+        return {"columns": columns, "counters": torch.stack([*counters], 1)}, kills.to(torch.float32), over
 
     def planes(self, state: GameState) -> Tensor:
         """Return cannon, aliens, the same where they head left and right, shots and bombs: [E, 6, 10, 10] bool."""

@@ -15,3 +15,8 @@ if not torch.cuda.is_available():
 def device() -> torch.device:
     """Where the kernels run."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+# What kernels are compared with must not be rounded itself: by default cuDNN rounds float32 convolutions to 10 bits.
+torch.backends.cudnn.allow_tf32 = False
+torch.set_float32_matmul_precision("highest")

@@ -10,7 +10,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from qfleet.accel.config import AccelConfig
-from qfleet.algo.agent import AgentConfig, ReplayAgent
+from qfleet.algo.agent import AgentConfig, ReplayAgent, RolloutAgent
 from qfleet.algo.exploration import EpsilonGreedyConfig, ExplorationConfig
 from qfleet.algo.networks import NetworkConfig
 from qfleet.algo.optim import AdamConfig, OptimConfig
@@ -154,9 +154,20 @@ class Experiment(Config):
              f"strict is for placement 'inline': '{self.placement}' sends every message through the serialiser anyway"),
             (self.address is not None and self.placement != "ray",
              f"address needs placement 'ray', not '{self.placement}'"),
+            (isinstance(self.agent, RolloutAgent) and self._rollout < self.agent.minibatches,
+             f"agent.minibatches {getattr(self.agent, 'minibatches', 0)} exceeds the {self._rollout} samples of a"
+             " rollout (actor.envs times agent.rollout_length): some would be empty"),
+            (replaying and self.fused and self.env_steps <= self.actor.envs * (getattr(self.agent, "n_step", 1) + 2),
+             f"env_steps {self.env_steps} ends before {self.actor.envs} environments have made the first complete"
+             " n-step windows (actor.envs, agent.n_step): nothing would be learned"),
             (self.topology == "fused" and bool(self.why_not_fused),
              f"topology 'fused' {self.why_not_fused}"),
         ]  # fmt: skip
+
+    @property
+    def _rollout(self) -> int:
+        """Samples of one rollout of an agent that learns from those."""
+        return self.actor.envs * (self.agent.rollout_length if isinstance(self.agent, RolloutAgent) else 1)
 
     @property
     def why_not_fused(self) -> str:

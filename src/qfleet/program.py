@@ -5,6 +5,7 @@ Follow one transition: Actor -> (experience) -> ReplayShard -> (batches) -> Lear
 
 from __future__ import annotations
 
+import math
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -284,7 +285,7 @@ def total_updates(experiment: Experiment) -> int:
         learning = experiment.env_steps - experiment.learner.learning_starts
         return max(1, int(learning / experiment.learner.train_period))
     if isinstance(agent, RolloutAgent):
-        rollouts = experiment.env_steps // (agent.rollout_length * experiment.actor.envs)
+        rollouts = math.ceil(experiment.env_steps / (agent.rollout_length * experiment.actor.envs))
         return max(1, rollouts * agent.epochs * agent.minibatches)
     return max(1, experiment.env_steps)
 

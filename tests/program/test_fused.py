@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -13,10 +14,14 @@ from program_cases import fingerprint, short, stop_at
 
 import qfleet
 import qfleet.api as api
-from qfleet.core.errors import ConfigError, QfleetError
+from qfleet.core.errors import CheckpointError, ConfigError, QfleetError
+from qfleet.core.usercode import UserCode
+from qfleet.envs import env_spec
 from qfleet.experiment import Experiment, with_changes
 from qfleet.presets import preset
 from qfleet.presets.algorithms import apply
+from qfleet.program import fused_setup
+from qfleet.roles.fused.replay_loop import ReplayLoop
 
 GAME = {"env.kind": "tensor", "env.game": "catch"}
 ALGORITHMS = ("dqn", "rainbow", "pqn", "prioritised", "noisy", "iqn", "munchausen", "beyond")
@@ -111,3 +116,95 @@ def test_a_nan_reward_changes_nothing_and_stops_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(Catch, "move", broken)
     with pytest.raises(QfleetError, match="not finite"):
         api.train(fused(), run_dir=tmp_path / "run")
+
+
+class Normed(torch.nn.Module):
+    def __init__(self, spec):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 16), torch.nn.BatchNorm1d(16))
+
+    def forward(self, observation):
+        return self.layers(observation)
+
+
+def loop_of(**changes) -> ReplayLoop:
+    experiment = with_changes(preset("cartpole"), {"learner.learning_starts": 64, **changes})
+    network = Normed if changes.get("network.kind") == "custom" else None
+    return ReplayLoop(fused_setup(experiment, env_spec(experiment.env), UserCode(network=network)))
+
+
+def test_dropout_is_off_while_acting():
+    loop = loop_of(**{"network.dropout": 0.5})
+    loop.advance()
+    seen = []
+
+    def twice(observation, values=loop._values):
+        seen.append(torch.equal(values(observation).clone(), values(observation)))
+        return values(observation)
+
+    loop._values = twice
+    loop.advance()
+    assert len(seen) == 32
+    assert all(seen)
+
+
+def test_acting_leaves_a_users_batch_statistics_alone_even_with_one_environment():
+    loop = loop_of(**{"network.kind": "custom", "actor.envs": 1, "learner.learning_starts": 10**4})
+    loop.advance()
+    state = loop.update.online.state_dict()
+    assert [int(value) for name, value in state.items() if "num_batches" in name] == [0]
+
+
+def test_a_rate_that_falls_to_zero_reaches_it_with_the_last_rollout(tmp_path):
+    rates = []
+
+    class Rates:
+        def metrics(self, record):
+            rates.append(record["learning_rate"])
+
+        def event(self, event):
+            pass
+
+        def close(self):
+            pass
+
+    changes = {"optim.schedule.kind": "linear", "track.every_s": 1e-6, "env_steps": 4000}
+    api.train(fused("pqn", **changes), run_dir=tmp_path / "run", sinks=[Rates()])
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] < 0.15 * rates[0]
+    assert rates.count(0.0) <= 4  # two records of the rollout that passes the budget, two of the end
+    assert len(rates) > 12
+
+
+def test_an_evaluation_ends_at_its_longest_episode(tmp_path):
+    changes = {"env_steps": 1000, "evaluation": {"every": 500, "target": None, "max_episode_steps": 10}}
+    run = api.train(with_changes(preset("cartpole"), changes), run_dir=tmp_path / "run")
+    means = [json.loads(line).get("mean", 10) for line in (run.dir / "events.jsonl").read_text().splitlines()]
+    assert set(means) == {10}
+
+
+def test_a_checkpoint_of_another_device_is_refused_with_words():
+    loop = loop_of()
+    state = {**loop.state_dict(), "device": "cuda"}
+    with pytest.raises(CheckpointError, match="saved on device 'cuda'"):
+        loop.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("algo", "changes", "named"),
+    [
+        ("pqn", {"agent.minibatches": 5000}, r"agent\.minibatches 5000 exceeds"),
+        ("dqn", {"actor.envs": 4096}, "nothing would be learned"),
+        ("dqn", {"agent.n_step": 1000}, "nothing would be learned"),
+    ],
+)
+def test_a_run_that_would_learn_nothing_is_refused(algo, changes, named):
+    with pytest.raises(ConfigError, match=named):
+        fused(algo, **changes)
+
+
+def test_a_few_updates_that_are_not_finite_stop_the_run_though_others_were(tmp_path):
+    with pytest.raises(QfleetError, match="not finite"):
+        api.train(fused(**{"optim.lr": 1e30, "env_steps": 3000}), run_dir=tmp_path / "run")
+    kinds = [json.loads(line).get("kind") for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert kinds.count("skipped_update") == 0

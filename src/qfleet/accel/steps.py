@@ -54,8 +54,10 @@ class DeviceStep:
         """The rate since the last `prepare`."""
         return self._rate
 
-    def prepare(self) -> None:
+    def prepare(self, total_updates: int | None = None) -> None:
         """Bring the learning rate up to where the run is. Waits for the device."""
+        if total_updates is not None:
+            self._schedule.replan(total_updates)
         self._rate = self._config.lr * self._schedule.fraction(self.count)
         self._adam.rate.fill_(self._rate)
 
@@ -84,7 +86,9 @@ class DeviceStep:
     def state_dict(self) -> dict[str, Any]:
         """Return weights, optimiser and count."""
         optim = self._adam.state_dict()
-        optim = {**optim, "moments": {name: value.cpu() for name, value in optim["moments"].items()}}
+        moments = {name: value.cpu() for name, value in optim["moments"].items()}
+        moments["step"] = moments["step"].float()  # as torch's own optimisers have it
+        optim = {**optim, "moments": moments, "update": self.count}
         return {
             "weights": self.flat.to_numpy(),
             "optim": {**optim, "skipped": optim["skipped"].cpu(), "schedule": self._schedule.state_dict()},

@@ -157,6 +157,10 @@ class Optim:
         values = {key: group[key] for key in keys}
         self._kernel([self._flat.parameters], [self._flat.gradients], *moments, beta1=beta1, beta2=beta2, **values)
 
+    def replan(self, total_updates: int) -> None:
+        """Take a better estimate of the run's length in updates."""
+        self._rate.replan(total_updates)
+
     def score(self, value: float) -> None:
         """Tell the schedule the mean return of one evaluation."""
         self._rate.score(value)

@@ -125,6 +125,11 @@ class LearningRate:
             return (update + 1) / warmup * self._main(0)
         return self._main(update - warmup)
 
+    def replan(self, total_updates: int) -> None:
+        """Take a better estimate of the run's length in updates, for a schedule that ends with the run."""
+        if isinstance(self._config, _DecayConfig) and self._config.updates is None:
+            self._decay_updates = max(total_updates - self._config.warmup, 1)
+
     def score(self, value: float) -> None:
         """Take the mean return of one evaluation."""
         if self._plateau is not None:

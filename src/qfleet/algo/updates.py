@@ -131,8 +131,8 @@ class Step(Protocol):
     def learning_rate(self) -> float:
         """How large the next step is."""
 
-    def prepare(self) -> None:
-        """Bring up to date what stays the same during a piece of work."""
+    def prepare(self, total_updates: int | None = None) -> None:
+        """Bring up to date what stays the same during a piece of work; the run's length too, if it is known better."""
 
     def __call__(self, loss: Tensor) -> tuple[bool | Tensor, Tensor]:
         """Make one step along `flat.gradients`, those of the scalar loss (detached).
@@ -178,8 +178,10 @@ class GradientStep:
         """How large the next step is."""
         return self.optim.learning_rate
 
-    def prepare(self) -> None:
-        """Do nothing: every step looks at its schedule."""
+    def prepare(self, total_updates: int | None = None) -> None:
+        """Take the run's length, if it is known better; every step looks at its schedule."""
+        if total_updates is not None:
+            self.optim.replan(total_updates)
 
     def __call__(self, loss: Tensor) -> tuple[bool, Tensor]:
         """Make one step along `flat.gradients`, those of the scalar loss (detached).
@@ -242,9 +244,9 @@ class DeepUpdate:
         """How large the next step is."""
         return self._step.learning_rate
 
-    def prepare(self) -> None:
-        """Bring up to date what stays the same during a piece of work."""
-        self._step.prepare()
+    def prepare(self, total_updates: int | None = None) -> None:
+        """Bring up to date what stays the same during a piece of work; the run's length too, if it is known better."""
+        self._step.prepare(total_updates)
 
     def score(self, value: float) -> None:
         """Tell the learning rate the mean return of one evaluation."""

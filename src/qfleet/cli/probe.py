@@ -88,9 +88,10 @@ def _setup(name: str, options: ProbeOptions, given: Sequence[Given]) -> tuple[Fu
 
 
 def _not_fused(name: str, experiment: Experiment) -> str:
-    reason = experiment.why_not_fused or "topology 'pipeline' was asked for"
+    reason = experiment.why_not_fused
+    because = f"the fused topology {reason}" if reason else "topology 'pipeline' was asked for"
     return (
-        f"'{name}' runs as a pipeline, which has no settings of --accel to probe: the fused topology {reason}."
+        f"'{name}' runs as a pipeline, which has no settings of --accel to probe: {because}."
         " Tensor-native games can be probed, such as minatar:breakout"
     )
 
@@ -139,10 +140,13 @@ def _outcome(report: Report, setup: FusedSetup) -> list[str]:
 def _keep(report: Report, setup: FusedSetup, why: str) -> str:
     """Store the winner for later runs; return one line that says where, or why not."""
     from qfleet.accel import cache
-    from qfleet.accel.choose import key_of
+    from qfleet.accel.choose import explicit, key_of
     from qfleet.roles.fused.choices import workload_of
 
     assert report.winner is not None
+    if given := explicit(setup.accel):
+        names = ", ".join(f"--accel.{name}" for name in given)
+        return f"not kept: it is the best with {names} only"
     complaint = cache.read()[1]
     try:
         path = cache.store(key_of(report.hardware, workload_of(setup)), report.winner.settings, why)

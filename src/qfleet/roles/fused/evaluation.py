@@ -60,6 +60,7 @@ class DeviceEvaluation:
             self._score.add_(torch.where(self._going, outcome.reward, 0.0))
             self._length.add_(self._going)
             self._going.logical_and_(~(outcome.terminated | outcome.truncated))
+            self._going.logical_and_(self._length < self._setup.evaluation.max_episode_steps)
 
     def _values(self, observation: dict[str, Tensor]) -> Tensor:
         return self._network.q(observation)

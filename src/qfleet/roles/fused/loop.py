@@ -17,6 +17,7 @@ from qfleet.algo.networks import build_network
 from qfleet.algo.updates import DeepUpdate, build_update
 from qfleet.algo.warmstart import warm_start
 from qfleet.core import seeding
+from qfleet.core.errors import CheckpointError
 from qfleet.core.role import State
 from qfleet.envs.tensor.games import make_tensor_env
 from qfleet.roles.fused.choices import choose
@@ -33,6 +34,8 @@ class Progress:
     samples: int
     skipped: int = 0
     """Updates that were left out because loss or gradient was not finite."""
+    streak: int = 0
+    """How many of these were the last ones, without one that was made after them, as far as that is known."""
 
 
 class Loop(ABC):
@@ -124,10 +127,16 @@ class Loop(ABC):
             "generators": [self.generator.get_state(), self.learning.get_state()],
             "steps": self.steps,
             "settings": self.choices.settings.model_dump(),
+            "device": self.device.type,
         }
 
     def load_state_dict(self, state: State) -> None:
         """Continue."""
+        if state["device"] != self.device.type:
+            raise CheckpointError(
+                f"the run was saved on device '{state['device']}' and would go on on '{self.device.type}', whose random"
+                f" streams differ: resume it where there is a '{state['device']}' device"
+            )
         self.player.load_state_dict(state["player"])
         self.update.load_state_dict(state["update"])
         for generator, saved in zip((self.generator, self.learning), state["generators"], strict=True):

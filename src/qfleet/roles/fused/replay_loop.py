@@ -46,11 +46,17 @@ class ReplayLoop(Loop):
         self._beta = torch.zeros((), device=self.device)
         self._ticks = self._tried = 0
         self._latest: Learned | None = None
+        self._of_cycle: Learned | None = None
+        self._of_single: Learned | None = None
+        """What the last update in a cycle, and the last one outside, came to: each recording has its own memory."""
+        self._streak = 0
+        self._two_modes = self.update.online.has_dropout or setup.code.network is not None
+        """Whether the network acts in another mode than it learns in."""
         per_tick = envs / setup.learner.train_period
         updates, ticks = max(round(per_tick), 1), max(round(1 / per_tick), 1)
         self._repeats = max(self.choices.settings.graph_updates // updates, 1)
         self._cycle_updates, self._cycle_ticks = updates * self._repeats, ticks * self._repeats
-        self._acting, self._learning = self.recording(self._act), self.recording(self._learn)
+        self._acting, self._learning = self.recording(self._act), self.recording(self._learn_once)
         self._cycling = self.recording(self._cycle)
 
     @property
@@ -67,7 +73,8 @@ class ReplayLoop(Loop):
         else:
             self._advance_eagerly()
         made, tried = self.update.updates - before, self._tried - tried
-        return Progress(self.steps - steps, made, tried * self.setup.learner.batch_size, tried - made)
+        streak = tried - made if made == 0 else self._streak
+        return Progress(self.steps - steps, made, tried * self.setup.learner.batch_size, tried - made, streak)
 
     def _advance_eagerly(self) -> None:
         """Tick by tick: after each one learn what is owed."""
@@ -89,6 +96,7 @@ class ReplayLoop(Loop):
         cycles = max(UPDATES // self._cycle_updates, 1)
         for _ in range(cycles):
             self._cycling()
+        self._latest = self._of_cycle
         self._ticks += cycles * self._cycle_ticks
         self._tried += cycles * self._cycle_updates
         self.count_steps()
@@ -105,6 +113,7 @@ class ReplayLoop(Loop):
         """Learn what the transitions so far ask for beyond what was learned."""
         for _ in range(self._owed()):
             self._learning()
+            self._latest = self._of_single
             self._tried += 1
 
     def _learns(self) -> bool:
@@ -128,20 +137,29 @@ class ReplayLoop(Loop):
             for _ in range(self._cycle_ticks // self._repeats):
                 self._act()
             for _ in range(self._cycle_updates // self._repeats):
-                self._learn()
+                self._of_cycle = self._learn()
 
     def _act(self) -> None:
+        if self._two_modes:
+            self.update.online.explore()
         ticked, reward = self.tick()
         outcome = ticked.outcome
         self.grid.add(
             ticked.observation, ticked.action, reward, outcome.terminated, outcome.truncated, ticked.final, ticked.mask
         )
 
-    def _learn(self) -> None:
+    def _learn_once(self) -> None:
+        self._of_single = self._learn()
+
+    def _learn(self) -> Learned:
+        if self._two_modes:
+            self.update.online.train()
         sample = self.grid.sample(self.setup.learner.batch_size, self._beta)
-        self._latest = self.update.learn(sample.batch)
-        if self._latest.made is not False:
-            self.grid.update_priorities(sample.index, sample.generation, self._latest.priority)
+        learned = self.update.learn(sample.batch)
+        self._streak = self._streak + 1 if learned.made is False else 0
+        if learned.made is not False:
+            self.grid.update_priorities(sample.index, sample.generation, learned.priority)
+        return learned
 
     def metrics(self) -> Mapping[str, float]:
         """Return the numbers worth watching. Waits for the device."""

@@ -88,11 +88,11 @@ class Fused(Role):
     def _guard(self, progress: Progress) -> None:
         """Name skipped updates; give up when all of several in a row were."""
         self._skipped += progress.skipped
-        self._skips = 0 if progress.updates or not progress.skipped else self._skips + progress.skipped
+        self._skips = progress.streak + (0 if progress.updates else self._skips)
         if self._skips >= self._setup.learner.skips:
             raise QfleetError(
                 f"{self._skips} updates in a row were not finite (NaN or infinity), the last ones after update"
-                f" {self._loop.update.updates}. The last good checkpoint is kept."
+                f" {self._loop.update.updates}. Checkpoints saved before are kept."
                 " Lower optim.lr, set optim.max_grad_norm, or check the rewards."
             )
         if progress.skipped:

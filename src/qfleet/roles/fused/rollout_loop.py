@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -39,10 +40,11 @@ class RolloutLoop(Loop):
         """Play one rollout and learn from it."""
         before, tried = self.update.updates, self._agent.epochs * self._agent.minibatches
         self.set_epsilon()
-        self.update.prepare()
+        # Ticks that only begin an episode are no steps, so how many rollouts the budget takes shows on the way.
+        self.update.prepare(math.ceil(before * self.setup.env_steps / self.steps) if self.steps else None)
         self._working()
         made, steps = self.update.updates - before, self.count_steps()
-        return Progress(steps, made, steps * self._agent.epochs, tried - made)
+        return Progress(steps, made, steps * self._agent.epochs, tried - made, tried if made == 0 else 0)
 
     def _work(self) -> None:
         self._latest = self.update.learn(self._play()).metrics

@@ -28,7 +28,8 @@ from qfleet.accel.nature import NatureGradient
 from qfleet.accel.precision import set_matrix_format
 from qfleet.accel.steps import DeviceStep
 from qfleet.algo.gradients import EagerGradient, GradientFactory
-from qfleet.algo.updates import GradientStep, ReplayUpdate
+from qfleet.algo.steps import GradientStep
+from qfleet.algo.updates import ReplayUpdate
 from qfleet.bench.nature import AGENT, ENVS, LENGTH, OPTIM, Learning, Sampling, build, filled_grid
 from qfleet.bench.timing import per_second
 from qfleet.replay.grid import REWARD, Grid

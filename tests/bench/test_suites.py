@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qfleet.algo.gradients import EagerGradient
-from qfleet.algo.updates import GradientStep
+from qfleet.algo.steps import GradientStep
 from qfleet.bench import envs, fused, learner, nature
 from qfleet.bench.table import Row
 from qfleet.cli.main import main

@@ -13,7 +13,7 @@ from qfleet.algo.flat import FlatParameters
 from qfleet.algo.networks import QNetwork
 from qfleet.algo.optim import AdamConfig, AdamWConfig, OptimConfig
 from qfleet.algo.schedules import LearningRate
-from qfleet.algo.updates import GradientHook
+from qfleet.algo.steps import GradientHook
 
 
 def supports(optim: OptimConfig, device: torch.device) -> bool:
@@ -22,7 +22,7 @@ def supports(optim: OptimConfig, device: torch.device) -> bool:
 
 
 class DeviceStep:
-    """Adam or AdamW by our own kernels; does what `algo.updates.GradientStep` does, and can be recorded.
+    """Adam or AdamW by our own kernels; does what `algo.steps.GradientStep` does, and can be recorded.
 
     The learning rate is that of the last `prepare`: between two of them it stays, whatever its schedule says.
     """

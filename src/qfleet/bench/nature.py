@@ -11,8 +11,9 @@ from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.gradients import GradientFactory
 from qfleet.algo.networks import build_network
 from qfleet.algo.optim import AdamConfig
+from qfleet.algo.steps import StepFactory
 from qfleet.algo.torsos import NatureConfig
-from qfleet.algo.updates import Learned, ReplayUpdate, StepFactory, build_update
+from qfleet.algo.updates import Learned, ReplayUpdate, build_update
 from qfleet.core.spec import PLAIN, EnvSpec, LeafSpec
 from qfleet.replay import PrioritisedConfig
 from qfleet.replay.grid import Grid

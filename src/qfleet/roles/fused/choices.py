@@ -21,7 +21,7 @@ from qfleet.algo.agent import ReplayAgent, RolloutAgent
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.gradients import DeepAgent, EagerGradient, Gradient, GradientFactory
 from qfleet.algo.networks import QNetwork
-from qfleet.algo.updates import GradientStep, StepFactory
+from qfleet.algo.steps import GradientStep, StepFactory
 from qfleet.roles.fused.player import Values
 from qfleet.roles.fused.setup import FusedSetup
 

@@ -30,7 +30,7 @@ def played_grid(ticks: int, padding: str) -> Grid:
         frames = torch.randint(0, 256, (ENVS, 2, 6), generator=numbers).to(torch.uint8)
         action, reward = torch.randint(0, 5, (ENVS,), generator=numbers), torch.rand(ENVS, generator=numbers)
         terminated, truncated = (torch.rand(2, ENVS, generator=numbers) < 0.15) & ~final
-        columns = (action, reward, terminated, truncated, final)
+        columns = (action, reward, terminated, final)
         grid.add({PLAIN: frames.to(DEVICE)}, *(column.to(DEVICE) for column in columns), None)
         final = terminated | truncated
     return grid

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
-from compile_offline import compiled_by
+from compile_for_hopper import compile_for_hopper
 from torch import nn
 
 from qfleet.algo.agent import HardTargetConfig, SoftTargetConfig
@@ -265,20 +266,15 @@ def test_a_state_that_does_not_fit_is_refused(device):
         fast.optim.load_state_dict(small.state_dict())
 
 
-COMPILE = """
-import torch
-from compile_offline import compile_only
-from qfleet.accel.kernels import optim
-
-compile_only(optim, "judge_kernel", "apply_kernel")
-parameters, copy, loss = torch.zeros(20_000), torch.zeros(20_000, dtype=torch.bfloat16), torch.zeros(())
-soft, hard = optim.SoftTargetConfig(), optim.HardTargetConfig()
-optim.FlatAdam(
-    optim.AdamConfig(), parameters, parameters, parameters, soft, (copy, copy), optim.LossScaling()
-).step(loss)
-optim.FlatAdam(optim.AdamWConfig(), parameters, parameters, parameters, hard).step(loss)
-"""
+def every_launch():
+    """What `compile_for_hopper` compiles."""
+    parameters, copy, loss = torch.zeros(20_000), torch.zeros(20_000, dtype=torch.bfloat16), torch.zeros(())
+    soft, hard = SoftTargetConfig(), HardTargetConfig()
+    FlatAdam(AdamConfig(), parameters, parameters, parameters, soft, (copy, copy), LossScaling()).step(loss)
+    FlatAdam(AdamWConfig(), parameters, parameters, parameters, hard).step(loss)
 
 
-def test_both_kernels_compile_for_a_gpu():
-    assert set(compiled_by(COMPILE)) == {"judge_kernel", "apply_kernel"}
+def test_both_kernels_compile_for_a_gpu(tmp_path):
+    code = compile_for_hopper("test_optim_kernels", tmp_path)
+    names = [name for ptx in code for name in re.findall(r"\.entry (\w+)", ptx)]
+    assert names == ["judge_kernel", "apply_kernel"] * 2

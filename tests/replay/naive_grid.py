@@ -30,7 +30,7 @@ class Tick:
 
     def tensors(self, device: torch.device) -> tuple[Any, ...]:
         frames = {name: torch.from_numpy(frame).to(device) for name, frame in self.frames.items()}
-        rest = (self.action, self.reward, self.terminated, self.truncated, self.final, self.mask)
+        rest = (self.action, self.reward, self.terminated, self.final, self.mask)
         return frames, *(None if array is None else torch.from_numpy(array).to(device) for array in rest)
 
 

@@ -240,9 +240,9 @@ def test_trap_1_2_4_the_end_of_an_episode_by_hand() -> None:
     no, yes = torch.tensor([False]), torch.tensor([True])
     # two episodes: rows 0 and 1, truncated, final row 2; row 3, terminated, final row 4; then row 5 and on
     for x in range(8):
-        terminated, truncated, final = yes if x == 3 else no, yes if x == 1 else no, yes if x in (2, 4) else no
+        terminated, final = yes if x == 3 else no, yes if x in (2, 4) else no
         reward = torch.tensor([float(10**x)])
-        grid.add({"x": torch.tensor([[float(x)]])}, torch.tensor([x]), reward, terminated, truncated, final, None)
+        grid.add({"x": torch.tensor([[float(x)]])}, torch.tensor([x]), reward, terminated, final, None)
     assert grid.sampleable[:, 0].tolist() == [True, True, False, True] + [False] * 6
     batch = grid.transitions(torch.tensor([0, 1, 3]), torch.ones(3)).batch
     assert batch.reward.tolist() == [1 + 0.5 * 10, 10.0, 1000.0]

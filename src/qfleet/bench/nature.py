@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qfleet.accel.graphs import Recording
-from qfleet.accel.replay import make_grid
+from qfleet.accel.replay import grid_type
 from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.gradients import GradientFactory
 from qfleet.algo.networks import build_network
@@ -35,9 +35,9 @@ _TICKS, _ROWS = 16, 8192
 def filled_grid(length: int, envs: int, generator: torch.Generator) -> Grid:
     """Return a full grid on the generator's device: random frames and priorities, episodes of random lengths."""
     device = generator.device
-    grid = make_grid(
-        SPEC, length, envs, AGENT.n_step, AGENT.gamma, PrioritisedConfig(), device, generator, kernels=True
-    )
+    sampler = PrioritisedConfig()
+    made = grid_type(sampler, device, kernels=True)
+    grid = made(SPEC, length, envs, AGENT.n_step, AGENT.gamma, sampler, device, generator)
     final = torch.zeros(envs, dtype=torch.bool, device=device)
 
     def some_ticks() -> None:
@@ -61,7 +61,7 @@ def _add_tick(grid: Grid, final: Tensor) -> None:
     end, kind, choice, luck = torch.rand(4, envs, generator=generator, device=device).unbind()
     ended = (end < ENDS) & ~final
     terminated, action = ended & (kind < 0.9), (choice * ACTIONS).long()
-    grid.add({PLAIN: frames}, action, (luck * 3).floor() - 1, terminated, ended & ~terminated, final, None)
+    grid.add({PLAIN: frames}, action, (luck * 3).floor() - 1, terminated, final, None)
     final.copy_(ended)
 
 

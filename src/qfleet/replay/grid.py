@@ -127,14 +127,14 @@ class Grid:
         action: Tensor,
         reward: Tensor,
         terminated: Tensor,
-        truncated: Tensor,
         final: Tensor,
         mask: Tensor | None,
     ) -> None:
         """Store one tick of E environments: single frames [E, ...], what was done there and what came of it, each [E].
 
-        `final` marks rows that only hold the observation an episode ended with: they follow every `terminated` or
-        `truncated` one, which is how a window knows its end. `mask` [E, A] comes exactly when the spec is masked.
+        `final` marks rows that only hold the observation an episode ended with: they follow every end
+        of an episode, by rule or limit, which is how a window knows its end. `mask` [E, A] comes exactly when the spec is
+        masked.
         """
         for name, frame in frames.items():
             self.frames[name].index_copy_(0, self._slot, frame.unsqueeze(0))

@@ -8,9 +8,8 @@ A batch's tensors must be contiguous; outputs may have any strides.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import triton
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from qfleet.accel.kernels.loss_programs import categorical_kernel, quantile_kernel, scalar_kernel
 from qfleet.algo.agent import ReplayAgent
-from qfleet.algo.losses import Loss
 from qfleet.core.tensors import TensorBatch
 
 _ROWS = 32
@@ -136,48 +134,6 @@ def regression_gradient(
     weighting = _Weighting(weight, size, loss_scale)
     settings = (threshold if loss == "huber" else math.inf, *_soft_settings(None))
     _launch_values((predicted, None, None, None), (action, goal, None, None, None), weighting, settings, buffers)
-
-
-def scalar_loss(agent: ReplayAgent, outputs: Outputs, batch: TensorBatch) -> Loss:
-    """Return the loss of values [B, A], differentiable in `outputs.predicted`; nothing is weighted yet."""
-    return _differentiable(outputs, lambda buffers: _launch_scalar(agent, outputs, batch, _Weighting(), buffers))
-
-
-def categorical_loss(outputs: Outputs, support: Tensor, batch: TensorBatch) -> Loss:
-    """Return the loss of logits [B, A, N], differentiable in `outputs.predicted`; nothing is weighted yet."""
-    return _differentiable(outputs, lambda buffers: _launch_categorical(outputs, support, batch, _Weighting(), buffers))
-
-
-def quantile_loss(agent: ReplayAgent, outputs: Outputs, taus: Tensor, batch: TensorBatch) -> Loss:
-    """Return the loss of quantiles [B, A, N], differentiable in `outputs.predicted`; nothing is weighted yet."""
-    return _differentiable(
-        outputs, lambda buffers: _launch_quantile(agent, outputs, taus, batch, _Weighting(), buffers)
-    )
-
-
-class _Differentiable(torch.autograd.Function):
-    """Lets autograd use the gradient that a launch has written."""
-
-    @staticmethod
-    def forward(ctx: Any, predicted: Tensor, launch: Callable[[LossBuffers], None]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the per-sample loss [B], the priorities [B] and the mean value."""
-        buffers = LossBuffers.like(predicted)
-        launch(buffers)
-        ctx.save_for_backward(buffers.gradient)
-        value = buffers.q_mean.clone()
-        ctx.mark_non_differentiable(buffers.priority, value)
-        return buffers.per_sample, buffers.priority, value
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        """Return each sample's upstream gradient times the written one."""
-        (gradient,) = ctx.saved_tensors
-        return gradient * upstream[0].view(-1, *[1] * (gradient.ndim - 1)), None
-
-
-def _differentiable(outputs: Outputs, launch: Callable[[LossBuffers], None]) -> Loss:
-    per_sample, priority, value = _Differentiable.apply(outputs.predicted, launch)  # type: ignore[no-untyped-call]
-    return Loss(per_sample, priority, {"q_mean": value})
 
 
 def _launch_scalar(

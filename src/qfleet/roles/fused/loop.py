@@ -124,7 +124,7 @@ class Loop(ABC):
         return {
             "player": self.player.state_dict(),
             "update": self.update.state_dict(),
-            "generators": [self.generator.get_state(), self.learning.get_state()],
+            "generator": self.generator.get_state(),
             "steps": self.steps,
             "settings": self.choices.settings.model_dump(),
             "device": self.device.type,
@@ -139,8 +139,7 @@ class Loop(ABC):
             )
         self.player.load_state_dict(state["player"])
         self.update.load_state_dict(state["update"])
-        for generator, saved in zip((self.generator, self.learning), state["generators"], strict=True):
-            generator.set_state(saved)
+        self.generator.set_state(state["generator"])
         self.steps = state["steps"]
         if state["settings"] != self.choices.settings.model_dump():
             self.report = "resumed with other settings of accel than it was saved with: it goes on, but not to the byte"

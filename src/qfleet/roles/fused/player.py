@@ -95,8 +95,7 @@ class Player:
     def load_state_dict(self, state: State) -> None:
         """Continue, in the tensors that are there."""
         counts = state["counts"]
-        saved = {**state["state"]}
         for name, value in self.state.items():
-            value.copy_(torch.from_numpy(saved[name]))
+            value.copy_(torch.from_numpy(state["state"][name]))
         for tensor, name in ((self.returns, "returns"), (self.finished, "finished"), (self.steps, "steps")):
             tensor.copy_(torch.from_numpy(counts[name]))

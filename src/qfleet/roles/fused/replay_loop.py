@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from qfleet.accel.replay import make_grid
+from qfleet.accel.replay import grid_type
 from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.updates import Learned, ReplayUpdate
@@ -32,16 +32,16 @@ class ReplayLoop(Loop):
         assert isinstance(setup.agent, ReplayAgent)
         self._agent, envs = setup.agent, setup.actor.envs
         require_memory(setup, self.update.flat.parameters.numel())
-        self.grid = make_grid(
+        sampler = setup.replay.sampler
+        self.grid = grid_type(sampler, self.device, self.choices.settings.kernels)(
             setup.spec,
             max(setup.replay.capacity // envs, 1),
             envs,
             self._agent.n_step,
             self._agent.gamma,
-            setup.replay.sampler,
+            sampler,
             self.device,
             self.learning,
-            kernels=self.choices.settings.kernels,
         )
         self._beta = torch.zeros((), device=self.device)
         self._ticks = self._tried = 0
@@ -143,10 +143,7 @@ class ReplayLoop(Loop):
         if self._two_modes:
             self.update.online.explore()
         ticked, reward = self.tick()
-        outcome = ticked.outcome
-        self.grid.add(
-            ticked.observation, ticked.action, reward, outcome.terminated, outcome.truncated, ticked.final, ticked.mask
-        )
+        self.grid.add(ticked.observation, ticked.action, reward, ticked.outcome.terminated, ticked.final, ticked.mask)
 
     def _learn_once(self) -> None:
         self._of_single = self._learn()

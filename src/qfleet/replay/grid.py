@@ -133,8 +133,8 @@ class Grid:
         """Store one tick of E environments: single frames [E, ...], what was done there and what came of it, each [E].
 
         `final` marks rows that only hold the observation an episode ended with: they follow every end
-        of an episode, by rule or limit, which is how a window knows its end. `mask` [E, A] comes exactly when the spec is
-        masked.
+        of an episode, by rule or limit, which is how a window knows its end. `mask` [E, A] comes exactly when the spec
+        is masked.
         """
         for name, frame in frames.items():
             self.frames[name].index_copy_(0, self._slot, frame.unsqueeze(0))

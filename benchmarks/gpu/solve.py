@@ -1,9 +1,10 @@
 """Seconds of training to a score on the device, after warm-up; evaluations are not counted.
 
-    python benchmarks/gpu/solve.py GAME [--seeds 1 2 3] [--limit 20] [--section.field VALUE ...]
+    python benchmarks/gpu/solve.py GAME [--seeds 1 2 3] [--limit 20] [--peer-rules] [--section.field VALUE ...]
 
-GAME is cartpole or a MinAtar game. The score has to be reached by three evaluations in a row. After the warm-up
-(compilation, recording) the loop is put back to its very first state, and the clock starts.
+GAME is cartpole or a MinAtar game; `--peer-rules` plays it as the peer of the table does (peer_rules.py). The score
+has to be reached by three evaluations in a row. After the warm-up (compilation, recording) the loop is put back to
+its very first state, and the clock starts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import time
 from typing import Any
 
+import peer_rules
 import yaml
 from fused import build, cartpole_pqn, synchronise
 
@@ -62,10 +64,14 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=20.0)
     parser.add_argument("--every", type=int, default=0)
     parser.add_argument("--score", type=float)
+    parser.add_argument("--peer-rules", action="store_true")
     options, rest = parser.parse_known_args()
     changes = {
         name.removeprefix("--"): yaml.safe_load(value) for name, value in zip(rest[::2], rest[1::2], strict=True)
     }
+    if options.peer_rules:
+        peer_rules.adopt()
+        changes = {**peer_rules.CHANGES, **changes}
     experiment = experiment_of(options.game)
     every = options.every or experiment.evaluation.every
     for seed in options.seeds:

@@ -27,26 +27,26 @@ def avoid_enemies(planes: NDArray[np.bool_], rng: np.random.Generator) -> NDArra
 
 
 def test_equals_the_package_on_random_actions() -> None:
-    play = compare(Asterix(), SITES, random_actions, ticks=400)
+    play = compare(Asterix(all_actions=True), SITES, random_actions, ticks=400)
     assert len(play.lengths) > 200
 
 
 def test_equals_the_package_up_to_the_steepest_ramp() -> None:
-    play = compare(Asterix(), SITES, mixed(avoid_enemies, 0.01), ticks=1600)
+    play = compare(Asterix(all_actions=True), SITES, mixed(avoid_enemies, 0.01), ticks=1600)
     assert sum(length > STEEPEST for length in play.lengths) > 5
     assert max(play.returns) > 50
 
 
 def test_equals_the_package_without_ramping() -> None:
-    play = compare(Asterix(ramping=False), SITES, mixed(avoid_enemies, 0.1), ticks=1000)
+    play = compare(Asterix(all_actions=True, ramping=False), SITES, mixed(avoid_enemies, 0.1), ticks=1000)
     assert play.oldest > STEEPEST
 
 
 @pytest.mark.parametrize("sticky", [0.0, 0.5])
 def test_equals_the_package_with_other_sticky_actions(sticky: float) -> None:
-    play = compare(Asterix(sticky=sticky), SITES, mixed(avoid_enemies, 0.1), ticks=250)
+    play = compare(Asterix(all_actions=True, sticky=sticky), SITES, mixed(avoid_enemies, 0.1), ticks=250)
     assert len(play.lengths) > 10
 
 
 def test_conduct() -> None:
-    check_conduct(Asterix())
+    check_conduct(Asterix(all_actions=True))

@@ -29,21 +29,21 @@ def _towards(paddle: NDArray[np.int64], target: NDArray[np.int64]) -> NDArray[np
 
 
 def test_equals_the_package_on_random_actions() -> None:
-    play = compare(Breakout(), SITES, random_actions, ticks=500)
+    play = compare(Breakout(all_actions=True), SITES, random_actions, ticks=500)
     assert len(play.lengths) > 1000
 
 
 def test_equals_the_package_through_refilled_walls() -> None:
-    play = compare(Breakout(), SITES, mixed(keep_ball, 0.02), ticks=1600)
+    play = compare(Breakout(all_actions=True), SITES, mixed(keep_ball, 0.02), ticks=1600)
     assert max(play.returns) > 2 * BRICKS
     assert len(play.lengths) > 100
 
 
 @pytest.mark.parametrize("sticky", [0.0, 0.5])
 def test_equals_the_package_with_other_sticky_actions(sticky: float) -> None:
-    play = compare(Breakout(sticky=sticky, ramping=False), SITES, mixed(keep_ball, 0.05), ticks=300)
+    play = compare(Breakout(all_actions=True, sticky=sticky, ramping=False), SITES, mixed(keep_ball, 0.05), ticks=300)
     assert max(play.returns) > 10
 
 
 def test_conduct() -> None:
-    check_conduct(Breakout())
+    check_conduct(Breakout(all_actions=True))

@@ -39,22 +39,22 @@ def wander(planes: NDArray[np.bool_], rng: np.random.Generator) -> NDArray[np.in
 
 
 def test_equals_the_package_until_time_ends() -> None:
-    play = compare(Freeway(), SITES, mixed(hurry, 0.1), envs=32, ticks=TICKS + 700)
+    play = compare(Freeway(all_actions=True), SITES, mixed(hurry, 0.1), envs=32, ticks=TICKS + 700)
     assert play.lengths == [TICKS] * 32
     assert min(play.returns) > 10
 
 
 @pytest.mark.parametrize("policy", [random_actions, wander])
 def test_equals_the_package_when_it_dawdles(policy: Policy) -> None:
-    play = compare(Freeway(), SITES, policy, envs=32, ticks=300)
+    play = compare(Freeway(all_actions=True), SITES, policy, envs=32, ticks=300)
     assert play.oldest == 300
 
 
 @pytest.mark.parametrize("sticky", [0.0, 0.5])
 def test_equals_the_package_with_other_sticky_actions(sticky: float) -> None:
-    play = compare(Freeway(sticky=sticky, ramping=False), SITES, mixed(hurry, 0.3), ticks=200)
+    play = compare(Freeway(all_actions=True, sticky=sticky, ramping=False), SITES, mixed(hurry, 0.3), ticks=200)
     assert play.reward > 50
 
 
 def test_conduct() -> None:
-    check_conduct(Freeway())
+    check_conduct(Freeway(all_actions=True))

@@ -70,13 +70,13 @@ def near(cells: NDArray[np.bool_], distance: int) -> NDArray[np.bool_]:
 
 
 def test_equals_the_package_on_random_actions() -> None:
-    play = compare(Seaquest(), SITES, random_actions, ticks=300)
+    play = compare(Seaquest(all_actions=True), SITES, random_actions, ticks=300)
     assert len(play.lengths) > 200
 
 
 def test_equals_the_package_up_to_the_steepest_ramp() -> None:
     captain = Captain()
-    play = compare(Seaquest(), SITES, mixed(captain, 0.02), ticks=1600)
+    play = compare(Seaquest(all_actions=True), SITES, mixed(captain, 0.02), ticks=1600)
     assert captain.rescues > 20
     assert captain.most_enemies > 15
     assert max(play.lengths) > 600
@@ -86,31 +86,31 @@ def test_equals_the_package_up_to_the_steepest_ramp() -> None:
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_equals_the_package_over_many_steps(seed: int) -> None:
     captain = Captain()
-    compare(Seaquest(), SITES, mixed(captain, 0.02 * seed), ticks=3200, seed=seed)
+    compare(Seaquest(all_actions=True), SITES, mixed(captain, 0.02 * seed), ticks=3200, seed=seed)
     assert captain.rescues > 20
 
 
 def test_equals_the_package_without_ramping() -> None:
     captain = Captain()
-    compare(Seaquest(ramping=False), SITES, mixed(captain, 0.02), ticks=600)
+    compare(Seaquest(all_actions=True, ramping=False), SITES, mixed(captain, 0.02), ticks=600)
     assert captain.rescues > 5
 
 
 @pytest.mark.parametrize("sticky", [0.0, 0.5])
 def test_equals_the_package_with_other_sticky_actions(sticky: float) -> None:
-    play = compare(Seaquest(sticky=sticky), SITES, mixed(Captain(), 0.1), ticks=200)
+    play = compare(Seaquest(all_actions=True, sticky=sticky), SITES, mixed(Captain(), 0.1), ticks=200)
     assert len(play.lengths) > 10
 
 
 def test_conduct() -> None:
-    check_conduct(Seaquest())
+    check_conduct(Seaquest(all_actions=True))
 
 
 class Staged:
     """One game of ours and one of the package, from the start but for what a test puts into both."""
 
     def __init__(self, x: int, y: int) -> None:
-        self.game = Seaquest(sticky=0.0)
+        self.game = Seaquest(all_actions=True, sticky=0.0)
         self.row = np.full(self.game.draws, 0.5, np.float32)
         self.state = self.game.start(torch.from_numpy(self.row)[None])
         self.oracle = Oracle(self.game, SITES)

@@ -30,12 +30,12 @@ def hunt(planes: NDArray[np.bool_], rng: np.random.Generator) -> NDArray[np.int6
 
 
 def test_equals_the_package_on_random_actions() -> None:
-    play = compare(SpaceInvaders(), {}, random_actions, ticks=400)
+    play = compare(SpaceInvaders(all_actions=True), {}, random_actions, ticks=400)
     assert len(play.lengths) > 200
 
 
 def test_equals_the_package_up_to_the_fastest_wave() -> None:
-    play = compare(SpaceInvaders(), {}, mixed(hunt, 0.01), ticks=1600)
+    play = compare(SpaceInvaders(all_actions=True), {}, mixed(hunt, 0.01), ticks=1600)
     assert max(play.returns) > WAVE * RAMPING_WAVES
     assert sum(score > WAVE for score in play.returns) > 50
 
@@ -43,20 +43,20 @@ def test_equals_the_package_up_to_the_fastest_wave() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_equals_the_package_over_many_steps(seed: int) -> None:
-    play = compare(SpaceInvaders(), {}, mixed(hunt, 0.01 * seed), ticks=3200, seed=seed)
+    play = compare(SpaceInvaders(all_actions=True), {}, mixed(hunt, 0.01 * seed), ticks=3200, seed=seed)
     assert max(play.returns) > WAVE * RAMPING_WAVES
 
 
 def test_equals_the_package_without_ramping() -> None:
-    play = compare(SpaceInvaders(ramping=False), {}, mixed(hunt, 0.05), ticks=600)
+    play = compare(SpaceInvaders(all_actions=True, ramping=False), {}, mixed(hunt, 0.05), ticks=600)
     assert max(play.returns) > WAVE
 
 
 @pytest.mark.parametrize("sticky", [0.0, 0.5])
 def test_equals_the_package_with_other_sticky_actions(sticky: float) -> None:
-    play = compare(SpaceInvaders(sticky=sticky), {}, mixed(hunt, 0.1), ticks=300)
+    play = compare(SpaceInvaders(all_actions=True, sticky=sticky), {}, mixed(hunt, 0.1), ticks=300)
     assert len(play.lengths) > 10
 
 
 def test_conduct() -> None:
-    check_conduct(SpaceInvaders())
+    check_conduct(SpaceInvaders(all_actions=True))

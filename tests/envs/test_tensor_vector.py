@@ -248,14 +248,14 @@ def test_evaluation_keeps_rewards_and_limit_of_the_game():
 
 def test_minatar_options_reach_the_game_and_are_stated():
     env = make_env(TensorConfig(game="minatar-breakout", sticky=0.0, ramping=False), 2)
-    assert env.protocol == {"sticky": 0.0, "ramping": False, "time_limit": 1000}
+    assert env.protocol == {"sticky": 0.0, "ramping": False, "all_actions": False, "time_limit": 1000}
     assert env.spec.observations["observation"].dtype == "bool"
     env.reset([1, 2])
     assert env.render().shape == (160, 160, 3)
     assert env.step(np.zeros(2, np.int64)).observation["observation"].dtype == bool
 
 
-@pytest.mark.parametrize(("name", "value"), [("sticky", 0.2), ("ramping", False)])
+@pytest.mark.parametrize(("name", "value"), [("sticky", 0.2), ("ramping", False), ("all_actions", True)])
 def test_options_without_effect_are_refused(name, value):
     with pytest.raises(ValueError, match=f"'{name}' is a setting of the MinAtar games; 'maze'"):
         TensorConfig(game="maze", **{name: value})

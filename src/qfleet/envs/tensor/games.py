@@ -61,6 +61,8 @@ class TensorConfig(Config):
     """Probability that the last action is repeated; MinAtar only."""
     ramping: bool = True
     """Whether a game that has levels becomes harder with time; MinAtar only."""
+    all_actions: bool = False
+    """Whether all six actions can be chosen, not only those that the game knows; MinAtar only."""
     reward_scale: float = Field(1.0, gt=0)
     """Rewards for learning are multiplied by this, after clipping; scores are not."""
     reward_clip: float | None = Field(None, gt=0)
@@ -71,11 +73,12 @@ class TensorConfig(Config):
     @property
     def options(self) -> dict[str, Any]:
         """What the game's class takes besides the name: nothing outside of MinAtar."""
-        return {"sticky": self.sticky, "ramping": self.ramping} if self.game.startswith("minatar-") else {}
+        names = ("sticky", "ramping", "all_actions") if self.game.startswith("minatar-") else ()
+        return {name: getattr(self, name) for name in names}
 
     @model_validator(mode="after")
     def _refuse_options_without_effect(self) -> TensorConfig:
-        for name in ("sticky", "ramping"):
+        for name in ("sticky", "ramping", "all_actions"):
             if name not in self.options and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"'{name}' is a setting of the MinAtar games; '{self.game}' has no such thing")
         return self

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qfleet.envs.tensor.minatar.common import DOWN, LEFT, RIGHT, SIZE, UP, MinAtar, cells, shift
+from qfleet.envs.tensor.minatar.common import DOWN, LEFT, NOOP, RIGHT, SIZE, UP, MinAtar, cells, shift
 from qfleet.envs.tensor.protocol import GameState, below
 
 _LANES = 8
@@ -33,6 +33,7 @@ class Asterix(MinAtar):
         "trail": (110, 110, 110),
         "gold": (240, 228, 66),
     }
+    moves = (NOOP, LEFT, UP, RIGHT, DOWN)
     draws = 4
 
     def begin(self, random: Tensor) -> GameState:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qfleet.envs.tensor.minatar.common import LEFT, RIGHT, SIZE, MinAtar, cells, shift
+from qfleet.envs.tensor.minatar.common import LEFT, NOOP, RIGHT, SIZE, MinAtar, cells, shift
 from qfleet.envs.tensor.protocol import GameState, below
 
 _BOTTOM = SIZE - 1
@@ -29,6 +29,7 @@ class Breakout(MinAtar):
         "trail": (110, 110, 110),
         "brick": (213, 94, 0),
     }
+    moves = (NOOP, LEFT, RIGHT)
     draws = 2
 
     def begin(self, random: Tensor) -> GameState:

@@ -1,4 +1,4 @@
-"""What the five MinAtar games share: six actions, sticky actions, channels of 10x10 cells, and the picture of them."""
+"""What the five MinAtar games share: actions, some of them sticky, channels of 10x10 cells, and the picture of them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from qfleet.core.spec import PLAIN, EnvSpec, LeafSpec
+from qfleet.envs.tensor.constants import Constants
 from qfleet.envs.tensor.protocol import Game, GameState
 
 NOOP, LEFT, UP, RIGHT, DOWN, FIRE = range(6)
@@ -31,12 +32,19 @@ class MinAtar(Game):
     """The game's name in ids, such as Breakout."""
     channels: ClassVar[dict[str, tuple[int, int, int]]]
     """The observation's channels in order, with the colour of each in pictures; earlier ones cover later ones."""
+    moves: ClassVar[tuple[int, ...]]
+    """Those of the six actions that do something in this game, and noop; an action's number is its place here."""
 
-    def __init__(self, sticky: float = 0.1, ramping: bool = True) -> None:
-        """Repeat the last action with probability `sticky`; `ramping` makes games that have levels harder with time."""
+    def __init__(self, sticky: float = 0.1, ramping: bool = True, all_actions: bool = False) -> None:
+        """Repeat the last action with probability `sticky`; `ramping` makes games that have levels harder with time.
+
+        With `all_actions` all six can be chosen, also those without effect.
+        """
         self.sticky, self.ramping = sticky, ramping
+        moves = range(6) if all_actions else self.moves
+        self._moves = Constants(torch.tensor(moves, dtype=torch.int8))
         leaf = LeafSpec(shape=(len(self.channels), SIZE, SIZE), dtype="bool")
-        self.spec = EnvSpec(name=f"qfleet/MinAtar-{self.title}", observations={PLAIN: leaf}, actions=6)
+        self.spec = EnvSpec(name=f"qfleet/MinAtar-{self.title}", observations={PLAIN: leaf}, actions=len(moves))
 
     @abstractmethod
     def begin(self, random: Tensor) -> GameState:
@@ -56,7 +64,8 @@ class MinAtar(Game):
 
     def move(self, state: GameState, action: Tensor, random: Tensor) -> tuple[GameState, Tensor, Tensor]:
         """Return what actions [E] lead to, some of them replaced by the last one."""
-        taken = torch.where(random[:, 0] < self.sticky, state["last_action"], action.to(torch.int8))
+        (moves,) = self._moves.on(action.device)
+        taken = torch.where(random[:, 0] < self.sticky, state["last_action"], moves[action])
         following, reward, over = self.play(state, taken, random)
         return {**following, "last_action": taken}, reward, over
 

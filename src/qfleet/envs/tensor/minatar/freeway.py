@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qfleet.envs.tensor.minatar.common import DOWN, SIZE, UP, MinAtar, cells, shift
+from qfleet.envs.tensor.minatar.common import DOWN, NOOP, SIZE, UP, MinAtar, cells, shift
 from qfleet.envs.tensor.protocol import GameState, below
 
 _LANES = 8
@@ -36,6 +36,7 @@ class Freeway(MinAtar):
         "speed4": (110, 110, 110),
         "speed5": (70, 70, 70),
     }
+    moves = (NOOP, UP, DOWN)
     draws = 1 + _LANES
 
     def begin(self, random: Tensor) -> GameState:

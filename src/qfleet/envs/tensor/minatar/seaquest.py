@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad
 
-from qfleet.envs.tensor.minatar.common import FIRE, SIZE, MinAtar, cells
+from qfleet.envs.tensor.minatar.common import DOWN, FIRE, LEFT, NOOP, RIGHT, SIZE, UP, MinAtar, cells
 from qfleet.envs.tensor.protocol import GameState, below
 
 _LAST = SIZE - 1
@@ -85,11 +85,12 @@ class Seaquest(MinAtar):
         "diver_gauge": (0, 158, 115),
         "diver": (0, 158, 115),
     }
+    moves = (NOOP, LEFT, UP, RIGHT, DOWN, FIRE)
     draws = 6
 
-    def __init__(self, sticky: float = 0.1, ramping: bool = True) -> None:
+    def __init__(self, sticky: float = 0.1, ramping: bool = True, all_actions: bool = False) -> None:
         """Repeat the last action with probability `sticky`; with `ramping`, surfacing makes the game harder."""
-        super().__init__(sticky, ramping)
+        super().__init__(sticky, ramping, all_actions)
         self._tables_on: dict[torch.device, _Tables] = {}
 
     def begin(self, random: Tensor) -> GameState:

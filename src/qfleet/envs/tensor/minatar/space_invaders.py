@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from qfleet.envs.tensor.minatar.common import FIRE, LEFT, RIGHT, SIZE, MinAtar, cells, shift
+from qfleet.envs.tensor.minatar.common import FIRE, LEFT, NOOP, RIGHT, SIZE, MinAtar, cells, shift
 from qfleet.envs.tensor.protocol import GameState
 
 _COOL_DOWN = 5
@@ -54,11 +54,12 @@ class SpaceInvaders(MinAtar):
         "friendly_bullet": (255, 255, 255),
         "enemy_bullet": (213, 94, 0),
     }
+    moves = (NOOP, LEFT, RIGHT, FIRE)
     draws = 1
 
-    def __init__(self, sticky: float = 0.1, ramping: bool = True) -> None:
+    def __init__(self, sticky: float = 0.1, ramping: bool = True, all_actions: bool = False) -> None:
         """Repeat the last action with probability `sticky`; with `ramping`, each new wave marches faster."""
-        super().__init__(sticky, ramping)
+        super().__init__(sticky, ramping, all_actions)
         self._opening_on: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def begin(self, random: Tensor) -> GameState:

@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 # One thread for each numerical library: several contending ones are slower on small networks.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-all check docs lock bench clean
+.PHONY: train test test-all test-gpu check docs lock bench clean
 
 train: $(INSTALLED)  ## Train the cartpole preset with a live panel.
 	$(BIN)/qfleet train cartpole
@@ -15,6 +15,9 @@ test: check docs  ## Every check and every test but the long matrices.
 
 test-all: check docs  ## Every test: kills, seeds, cut points, all algorithms.
 	QFLEET_EXAMPLES=searching $(BIN)/python -m pytest
+
+test-gpu: $(INSTALLED)  ## Every test that needs a CUDA device, and the kernels' own tests on it.
+	$(BIN)/python -m pytest -m gpu
 
 check: $(INSTALLED)  ## Format, lint, types, import contracts, spelling.
 	$(BIN)/ruff format --check .

@@ -1,6 +1,8 @@
 """Times fused loops on the device: learned steps a second, warm-up, and recorded against eager results.
 
-python benchmarks/gpu/fused.py [--parts equal cartpole minatar dqn] [--seconds 5]
+    python benchmarks/gpu/fused.py [--parts equal cartpole minatar dqn] [--seconds 5] [--shipped]
+
+With `--shipped` only the settings that a run without a probe takes, else also the other formats, compiled and not.
 """
 
 from __future__ import annotations
@@ -92,14 +94,17 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["equal", "cartpole", "minatar", "dqn"])
     parser.add_argument("--games", nargs="+", default=["breakout"])
     parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--shipped", action="store_true")
     options = parser.parse_args()
     if "equal" in options.parts:
         equal()
-    ways = [
-        {"accel.precision": precision, "accel.compile": compiled}
-        for compiled in ("off", "on")
-        for precision in ("tf32", "bf16")
-    ]
+    ways = [{}]
+    if not options.shipped:
+        ways += [
+            {"accel.precision": precision, "accel.compile": compiled}
+            for compiled in ("off", "on")
+            for precision in ("tf32", "bf16")
+        ]
     if "cartpole" in options.parts:
         for envs, ticks, epochs, minibatches in ((4096, 32, 2, 8), (16384, 16, 1, 4)):
             what = f"pqn cartpole {envs} x {ticks}, {epochs} epochs of {minibatches}"

@@ -1,14 +1,23 @@
-"""Lets the kernels run on the CPU, by Triton's interpreter, where there is no CUDA device."""
+"""Lets the kernels run on the CPU, by Triton's interpreter, where there is no CUDA device; else on that device."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Count the tests of this folder to those of a GPU where there is one: they run on it."""
+    if torch.cuda.is_available():
+        for item in items:
+            if item.path.parent == Path(__file__).parent:
+                item.add_marker("gpu")
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,12 @@ from qfleet.accel import cache, hardware
 from qfleet.accel.choose import Choice, Workload, as_config, explicit, key_of, resolve, restrict
 from qfleet.accel.config import AccelConfig
 from qfleet.accel.hardware import Hardware, cuda_obstacles, look
+from qfleet.accel.precision import PRECISIONS
 from qfleet.accel.table import EAGER, Settings, shipped
 
 H200 = Hardware("cuda", "NVIDIA H200", (9, 0))
 OLD = Hardware("cuda", "Tesla V100", (7, 0), {"precision": "tf32 and bf16 need compute capability 8.0"})
-CPU = Hardware("cpu", "some processor, 2 cores", obstacles={"precision": "tf32 and bf16 are for GPUs"})
+CPU = Hardware("cpu", "some processor, 2 cores", obstacles={"precision": "other formats are for GPUs"})
 FAST = Settings(precision="bf16", compile=True, graphs=True, kernels=True, channels_last=True)
 
 
@@ -73,7 +74,7 @@ def test_explicit_settings_win_over_both_and_the_rest_stays() -> None:
 
 any_settings = st.builds(
     Settings,
-    precision=st.sampled_from(["fp32", "tf32", "bf16"]),
+    precision=st.sampled_from(PRECISIONS),
     compile=st.booleans(),
     graphs=st.booleans(),
     graph_updates=st.integers(1, 4096),
@@ -103,7 +104,8 @@ def test_nothing_with_an_obstacle_is_used_and_each_thing_left_out_is_said(
     wanted: Settings, obstacles: dict[str, str]
 ) -> None:
     used, notes = restrict(wanted, obstacles, "cuda")
-    assert used.precision == ("fp32" if "precision" in obstacles else wanted.precision)
+    rounded = wanted.precision in ("tf32", "bf16")  # older GPUs have float16
+    assert used.precision == ("fp32" if "precision" in obstacles and rounded else wanted.precision)
     assert all(not getattr(used, name) for name in obstacles if name != "precision")
     assert not used.graphs or used.kernels
     changed = [name for name in Settings.model_fields if getattr(used, name) != getattr(wanted, name)]
@@ -118,8 +120,13 @@ def test_one_line_says_what_is_used_why_and_what_is_not() -> None:
     )
     assert choice(AccelConfig(precision="bf16"), CPU).line(CPU) == (
         "cpu: fp32, hand-written small network (shipped table for CPUs; accel.precision set); "
-        "fp32 in place of bf16: tf32 and bf16 are for GPUs"
+        "fp32 in place of bf16: other formats are for GPUs"
     )
+
+
+def test_float16_on_a_cpu_is_float32_and_a_line_says_so() -> None:
+    assert "fp32 in place of fp16: " in choice(AccelConfig(precision="fp16"), CPU).line(CPU)
+    assert choice(AccelConfig(precision="fp16"), OLD).settings.precision == "fp16"
 
 
 def test_a_hand_written_network_is_not_compiled() -> None:

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from qfleet.accel.cpu_grid import CompiledGrid
 from qfleet.accel.kernel_grid import KernelGrid
 from qfleet.accel.replay import grid_type
 from qfleet.core.spec import EnvSpec, LeafSpec
 from qfleet.replay.grid import Grid, GridSample
 from qfleet.replay.samplers import PrioritisedConfig, UniformConfig
+from qfleet.replay.sumtree import use_numba
 
 CONFIG = PrioritisedConfig(max_decay=0.9)
 GAMMA, ACTIONS = 0.9, 3
@@ -164,5 +166,8 @@ def test_each_continues_from_the_state_of_the_other(device: torch.device) -> Non
 @pytest.mark.parametrize("sampler", [UniformConfig(), CONFIG])
 @pytest.mark.parametrize("kernels", [False, True])
 def test_kernels_are_taken_where_they_can_run_and_pay(device: torch.device, sampler: Any, kernels: bool) -> None:
-    pays = kernels and sampler is CONFIG and device.type == "cuda"
-    assert grid_type(sampler, device, kernels) is (KernelGrid if pays else Grid)
+    if device.type == "cuda":
+        wanted: type[Grid] = KernelGrid if kernels and sampler is CONFIG else Grid
+    else:
+        wanted = CompiledGrid if kernels and use_numba() else Grid
+    assert grid_type(sampler, device, kernels) is wanted

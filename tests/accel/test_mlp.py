@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qfleet.accel.mlp import MlpForward, MlpGradient, supports
+from qfleet.accel.mlp import MlpForward, MlpGradient, supports, ways
 from qfleet.algo.agent import MunchausenConfig, ReplayAgent, RolloutAgent, SoftTargetConfig
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.gradients import EagerGradient
@@ -23,6 +23,7 @@ from qfleet.algo.torsos import MlpConfig, SmallCnnConfig
 from qfleet.algo.updates import build_update
 from qfleet.core.spec import PLAIN, EnvSpec, LeafSpec
 from qfleet.core.tensors import TensorBatch
+from qfleet.replay.sumtree import use_numba
 
 MIXED = EnvSpec(
     name="mixed",
@@ -33,6 +34,24 @@ MIXED = EnvSpec(
     },
     actions=4,
 )
+
+
+@pytest.fixture(params=["compiled", "torch"], scope="module", autouse=True)
+def way(request):
+    """Run everything with compiled loops and without."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setenv("QFLEET_NO_NUMBA", "1")
+        elif not (use_numba() and compiled_library()):
+            pytest.skip("needs numba and a matrix library that shows its functions")
+        assert (ways().network.__name__ == "CompiledNetwork") == (request.param == "compiled")
+        yield
+
+
+def compiled_library():
+    from qfleet.accel.cpu_network import library
+
+    return library() is not None
 
 
 def vector(size=4, actions=3):
@@ -258,6 +277,19 @@ def test_a_non_finite_batch_changes_nothing(bad, loss):
     _, fast = updates(agent, MlpConfig(hidden=(8, 8)), spec)
     batch = random_batch(spec, np.random.default_rng(0), 16)
     batch.reward[3] = bad
+    before = fast.flat.to_numpy()
+    assert not fast.learn(batch).made
+    np.testing.assert_array_equal(fast.flat.to_numpy(), before)
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_non_finite_observation_changes_nothing(bad, layer_norm):
+    """A ReLU that took what is not a number for 0 would hide it."""
+    agent, spec = ReplayAgent(), vector(20)
+    _, fast = updates(agent, MlpConfig(hidden=(20, 20), layer_norm=layer_norm), spec)
+    batch = random_batch(spec, np.random.default_rng(0), 16)
+    batch.observation[PLAIN][3, 7] = bad
     before = fast.flat.to_numpy()
     assert not fast.learn(batch).made
     np.testing.assert_array_equal(fast.flat.to_numpy(), before)

@@ -8,6 +8,8 @@ import re
 import pytest
 import torch
 from compile_for_hopper import compile_for_hopper
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from qfleet.algo.agent import HardTargetConfig, SoftTargetConfig
@@ -18,7 +20,8 @@ from qfleet.core.errors import CheckpointError
 pytest.importorskip("triton")
 
 from qfleet.accel.kernels import optim as kernels
-from qfleet.accel.kernels.optim import FlatAdam, LossScaling
+from qfleet.accel.kernels.optim import FlatAdam
+from qfleet.accel.precision import LossScale
 
 # By the interpreter NumPy computes what a GPU would, and remarks on each infinity.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(invalid value|divide by zero|overflow):RuntimeWarning")
@@ -191,7 +194,7 @@ def test_copies_follow_within_their_rounding(device):
 
 def test_scaled_gradients_give_the_same_steps(device):
     plain = Fast(AdamConfig(max_grad_norm=1.0), device, None)
-    scaled = Fast(AdamConfig(max_grad_norm=1.0), device, None, scaling=LossScaling(initial=1024.0))
+    scaled = Fast(AdamConfig(max_grad_norm=1.0), device, None, scale=LossScale(device, initial=1024.0))
     for gradient, loss in gradients(plain.flat, 10):
         plain.step(gradient, loss)
         scaled.step(gradient * 1024, loss)
@@ -200,19 +203,34 @@ def test_scaled_gradients_give_the_same_steps(device):
 
 
 def test_the_loss_scale_halves_on_overflow_and_doubles_after_good_steps(device):
-    fast = Fast(AdamConfig(), device, None, scaling=LossScaling(initial=8.0, interval=3))
+    scale = LossScale(device, initial=8.0, interval=3)
+    fast = Fast(AdamConfig(), device, None, scale=scale)
     good, bad = torch.ones_like(fast.flat.parameters), torch.full_like(fast.flat.parameters, math.inf)
     scales = []
     for gradient in [good, good, bad, good, good, good, good, bad, bad, bad, bad, bad]:
         fast.step(gradient)
-        scales.append(fast.optim.loss_scale.item())
+        scales.append(scale.value.item())
     assert scales == [8, 8, 4, 4, 4, 8, 8, 4, 2, 1, 1, 1]
     assert (fast.optim.count, fast.optim.skipped) == (6, 6)
+    assert (scale.take_overflows(), scale.take_overflows()) == (4, 0)  # a scale of 1 is to blame for nothing
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(["good", "overflow", "bad loss"]), min_size=1, max_size=12))
+def test_the_kernel_and_the_eager_step_adapt_the_scale_alike(device, steps):
+    scale, eager = (LossScale(device, initial=4.0, interval=2) for _ in range(2))
+    optim = FlatAdam(AdamConfig(), torch.zeros(8, device=device), torch.zeros(8, device=device), scale=scale)
+    for step in steps:
+        optim._gradients.fill_(math.nan if step == "overflow" else 1.0)
+        loss = torch.full((), math.inf if step == "bad loss" else 1.0, device=device)
+        optim.step(loss)
+        eager.adapt(step == "good", loss)
+        assert scale.state_dict() == eager.state_dict()
+        assert torch.equal(scale.overflows, eager.overflows)
 
 
 def test_trap_15_resume_is_exact_to_the_bit(device):
-    options = {"scaling": LossScaling(interval=4)}
-    uncut, first = (Fast(AdamConfig(), device, HardTargetConfig(period=3), **options) for _ in range(2))
+    uncut, first = (Fast(AdamConfig(), device, HardTargetConfig(period=3)) for _ in range(2))
     steps = list(gradients(uncut.flat, 20, bad={2, 13}))
     for step in steps:
         uncut.step(*step)
@@ -221,7 +239,7 @@ def test_trap_15_resume_is_exact_to_the_bit(device):
     state, weights = first.optim.state_dict(), (first.flat.to_numpy(), first.target.to_numpy())
     for step in steps[8:]:  # going on must not reach into what was saved
         first.step(*step)
-    second = Fast(AdamConfig(), device, HardTargetConfig(period=3), **options)
+    second = Fast(AdamConfig(), device, HardTargetConfig(period=3))
     second.step(*steps[5])
     second.flat.load_numpy(weights[0])
     second.target.load_numpy(weights[1])
@@ -231,7 +249,6 @@ def test_trap_15_resume_is_exact_to_the_bit(device):
     for run in (first, second):
         assert torch.equal(run.flat.parameters, uncut.flat.parameters)
         assert torch.equal(run.target.parameters, uncut.target.parameters)
-        assert torch.equal(run.optim.loss_scale, uncut.optim.loss_scale)
         assert (run.optim.count, run.optim.skipped) == (18, 2)
 
 
@@ -269,8 +286,8 @@ def test_a_state_that_does_not_fit_is_refused(device):
 def every_launch():
     """What `compile_for_hopper` compiles."""
     parameters, copy, loss = torch.zeros(20_000), torch.zeros(20_000, dtype=torch.bfloat16), torch.zeros(())
-    soft, hard = SoftTargetConfig(), HardTargetConfig()
-    FlatAdam(AdamConfig(), parameters, parameters, parameters, soft, (copy, copy), LossScaling()).step(loss)
+    soft, hard, scale = SoftTargetConfig(), HardTargetConfig(), LossScale(torch.device("cpu"))
+    FlatAdam(AdamConfig(), parameters, parameters, parameters, soft, (copy, copy), scale).step(loss)
     FlatAdam(AdamWConfig(), parameters, parameters, parameters, hard).step(loss)
 
 

@@ -26,7 +26,8 @@ CONFIGS: list[OptimConfig] = [
     AdamConfig(lr=0.01, weight_decay=0.01),
     AdamWConfig(lr=0.01, betas=(0.8, 0.9), eps=1e-5),
 ]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=CUDA)]
 
 
 def label(config: Any) -> str:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from qfleet.replay.device_tree import ARITY, DeviceTree, descend, tree_bytes
 from qfleet.replay.sumtree import SumTree
 
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+CUDA = pytest.param("cuda", marks=GPU)
 CAPACITIES = st.sampled_from([1, 63, 64, 65, 1500, 40_000, 140_000])
 SEEDS = st.integers(0, 2**32 - 1)
 CHI_SQUARE_9 = 27.88

@@ -19,7 +19,8 @@ from qfleet.replay import PrioritisedConfig, UniformConfig
 from qfleet.replay.device_priorities import DevicePriorities
 from qfleet.replay.grid import Grid, GridSample, grid_bytes, largest_length, row_bytes
 
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+CUDA = pytest.param("cuda", marks=GPU)
 GAMMA, BETA = 0.9, 0.5
 PRIORITISED = PrioritisedConfig(max_decay=0.9)
 SAMPLER = {"uniform": UniformConfig(), "prioritised": PRIORITISED}
@@ -350,6 +351,7 @@ def test_a_compiled_grid_is_the_eager_one(device: torch.device, backend: str, sa
 
 
 @pytest.mark.parametrize("sampler", list(SAMPLER))
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_captured_grid_is_the_eager_one(sampler: str) -> None:
     device = torch.device("cuda")

@@ -13,9 +13,16 @@ from qfleet.accel import cache
 from qfleet.accel.config import AccelConfig
 from qfleet.accel.hardware import Hardware
 from qfleet.accel.table import Settings, shipped
+from qfleet.algo.gradients import DeepAgent
+from qfleet.algo.networks import NetworkConfig
+from qfleet.algo.optim import OptimConfig
+from qfleet.core.spec import EnvSpec
+from qfleet.core.usercode import UserCode
 from qfleet.version import __version__
 
 _SWITCHES = ("compile", "graphs", "kernels", "channels_last")
+_SAME_WORK = {"gamma", "q_lambda", "huber_threshold", "target"}
+"""Settings of agents that change what is learned and not how long it takes."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,32 @@ class Workload:
     def inputs(self) -> Literal["vectors", "images"]:
         """Images where any leaf has height and width."""
         return "images" if any(len(leaf["shape"]) == 3 for leaf in self.observations.values()) else "vectors"
+
+
+def workload(
+    agent: DeepAgent,
+    network: NetworkConfig,
+    optim: OptimConfig,
+    spec: EnvSpec,
+    code: UserCode,
+    sampler: str = "",
+    envs: int = 0,
+    batch: int = 0,
+) -> Workload:
+    """Return what is computed for these settings; without environments, what no probe has timed."""
+    layers = network.model_dump(mode="json")
+    if code.network is not None:
+        layers["class"] = f"{code.network.__module__}:{getattr(code.network, '__qualname__', '')}"
+    return Workload(
+        agent=agent.model_dump(mode="json", exclude=_SAME_WORK),
+        network=layers,
+        optim=optim.kind,
+        sampler=sampler,
+        observations={name: leaf.model_dump(mode="json") for name, leaf in spec.observations.items()},
+        actions=spec.actions,
+        envs=envs,
+        batch=batch,
+    )
 
 
 @dataclass(frozen=True)
@@ -75,14 +108,14 @@ def resolve(config: AccelConfig, hardware: Hardware, workload: Workload, obstacl
     given = explicit(config)
     if given:
         names = ", ".join(f"accel.{name}" for name in given)
-        why = f"{names} set" if len(given) == len(AccelConfig.model_fields) else f"{why}; {names} set"
+        why = f"{names} set" if len(given) == len(Settings.model_fields) else f"{why}; {names} set"
     wanted: Settings = base.replace(**given)
     settings, notes = restrict(wanted, {**obstacles, **hardware.obstacles}, hardware.kind)
     return Choice(settings, why, (*notes, complaint) if complaint else notes)
 
 
 def explicit(config: AccelConfig) -> dict[str, Any]:
-    """Return the settings that are not left to us, by name."""
+    """Return the settings of speed that are not left to us, by name."""
     given: dict[str, Any] = {
         name: getattr(config, name) == "on" for name in _SWITCHES if getattr(config, name) != "auto"
     }
@@ -105,7 +138,9 @@ def restrict(wanted: Settings, obstacles: Mapping[str, str], kind: str) -> tuple
     """Return the settings without what cannot be used on a kind of device, and a note for each thing left out."""
     changes: dict[str, Any] = {}
     notes = []
-    if wanted.precision != "fp32" and "precision" in obstacles:
+    # GPUs too old for tf32 and bf16 have float16.
+    possible = wanted.precision == "fp32" or (wanted.precision == "fp16" and kind == "cuda")
+    if "precision" in obstacles and not possible:
         changes["precision"] = "fp32"
         notes.append(f"fp32 in place of {wanted.precision}: {obstacles['precision']}")
     for name in _SWITCHES:

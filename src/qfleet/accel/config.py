@@ -12,8 +12,9 @@ from qfleet.core.config import Config
 class AccelConfig(Config):
     """How updates are made fast. "auto" takes what was measured best on this kind of hardware; see `qfleet probe`."""
 
-    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
-    """Number format of the network's matrix products; weights, losses and optimiser are always float32."""
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = "auto"
+    """Number format of the network's matrix products; weights, losses and optimiser are always float32.
+    fp16 comes with a loss scale that adapts."""
     graphs: Literal["auto", "off", "on"] = "auto"
     """Record the loop once as a CUDA graph and replay it, so that the device never waits for Python."""
     graph_updates: int = Field(default=0, ge=0, le=4096)
@@ -24,3 +25,5 @@ class AccelConfig(Config):
     """Use qfleet's own kernels (Triton on a GPU, hand-written small networks on a CPU) where they fit."""
     channels_last: Literal["auto", "off", "on"] = "auto"
     """Keep images with their channels last, as the fastest convolutions want them."""
+    deterministic: bool = False
+    """On a GPU use only operations that give the same bits every time, for exact resume there: slower, not compiled."""

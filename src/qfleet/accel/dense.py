@@ -15,6 +15,7 @@ from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.gradients import DeepAgent
 from qfleet.algo.targets import bellman, greedy, pick
 from qfleet.core.tensors import TensorBatch
+from qfleet.core.types import Floats
 
 _NARROW = range(2, 16)
 """Numbers of inputs for which the matrix library computes a weight's gradient several times faster as its transpose."""
@@ -23,10 +24,11 @@ _norm_backward = torch.ops.aten.native_layer_norm_backward.default
 
 
 class Matrix(NamedTuple):
-    """The same memory in two forms: to make a view costs as much as a small operation on it."""
+    """The same memory in three forms: to make a view costs as much as a small operation on it."""
 
     tensor: Tensor
     transposed: Tensor
+    array: Floats
 
 
 class Rows:
@@ -44,7 +46,7 @@ class Rows:
                 self._whole = torch.empty(rows, self._whole.shape[1])
                 self._views.clear()
             tensor = self._whole[:rows]
-            view = self._views[rows] = Matrix(tensor, tensor.t())
+            view = self._views[rows] = Matrix(tensor, tensor.t(), tensor.numpy())
         return view
 
 

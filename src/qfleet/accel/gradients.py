@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from qfleet.accel.precision import Precision, autocast
+from qfleet.accel.precision import LossScale, Precision, autocast
 from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.gradients import DeepAgent, EagerGradient, Replayed
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class WrappedGradient(EagerGradient):
-    """Automatic differentiation in a number format, compiled or not."""
+    """Automatic differentiation in a number format, compiled or not; with a scale, of the loss multiplied by it."""
 
     def __init__(
         self,
@@ -30,10 +30,11 @@ class WrappedGradient(EagerGradient):
         online: QNetwork,
         target: QNetwork | None,
         precision: Precision,
-        compiled: bool,
+        compiled: bool = False,
+        scale: LossScale | None = None,
     ) -> None:
         super().__init__(agent, flat, online, target)
-        self._precision, self._device = precision, flat.parameters.device
+        self._precision, self._device, self._scale = precision, flat.parameters.device, scale
         self._of_replay = _compiled(self._replay_loss) if compiled else self._replay_loss
         self._of_regression = _compiled(self._regression_loss) if compiled else self._regression_loss
 
@@ -52,6 +53,9 @@ class WrappedGradient(EagerGradient):
             total, mean = self._of_regression(observation, action, goal, weight)
         self._backward(total)
         return total.detach(), mean
+
+    def _backward(self, total: Tensor) -> None:
+        super()._backward(total if self._scale is None else total * self._scale.value)
 
 
 def can_compile(network: QNetwork, agent: DeepAgent) -> bool:

@@ -22,7 +22,7 @@ DeepAgent = ReplayAgent | RolloutAgent
 
 @dataclass(frozen=True)
 class Replayed:
-    """What else came out of the gradient of a batch; new tensors that nobody writes to again."""
+    """What else came out of the gradient of a batch; the next batch may be written over it."""
 
     total: Tensor
     """Scalar: the weighted sum of the samples' losses, divided by the size of the whole batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +23,14 @@ class RolloutTensors:
     action: Tensor  # [S]
     goal: Tensor  # [S]
     weight: Tensor | None = None  # [S] 1, or 0 for ticks that were only resets; None if there are none of these
+
+
+@runtime_checkable
+class GathersRows(Protocol):
+    """A gradient that reads the rows of a minibatch where they lie; others get copies of them."""
+
+    def regression_of(self, data: RolloutTensors, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Do as `Gradient.regression` for the rows `chosen` [B] of the data."""
 
 
 def final_lookup(rollout: Rollout) -> dict[tuple[int, int], int]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from qfleet.accel.choose import as_config, explicit
+from qfleet.accel.precision import PRECISIONS
 from qfleet.accel.table import EAGER, Settings
 from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.networks import build_network
@@ -30,7 +31,7 @@ def candidates(setup: FusedSetup) -> list[Settings]:
         fast = {"kernels": True, "graphs": True}
         # The likely winners early: a slow machine may not come to the end of the list.
         for compiled in (True, False):
-            tried += [Settings(precision=name, compile=compiled, **fast) for name in ("bf16", "tf32", "fp32")]
+            tried += [Settings(precision=name, compile=compiled, **fast) for name in ("bf16", "tf32", "fp32", "fp16")]
         tried += [
             Settings(precision="bf16", compile=compiled, channels_last=True, **fast) for compiled in (True, False)
         ]
@@ -43,7 +44,7 @@ def candidates(setup: FusedSetup) -> list[Settings]:
 
 def plainness(settings: Settings) -> tuple[int, bool, bool, bool, bool, int]:
     """Return what orders settings from the plainest on: full precision first, then what starts soonest."""
-    rounded = ("fp32", "tf32", "bf16").index(settings.precision)
+    rounded = PRECISIONS.index(settings.precision)
     return (
         rounded, settings.compile, settings.graphs, settings.kernels, settings.channels_last, settings.graph_updates
     )  # fmt: skip
@@ -60,7 +61,7 @@ def settled(setup: FusedSetup, settings: Settings) -> Settings:
 
 def with_settings(setup: FusedSetup, settings: Settings) -> FusedSetup:
     """Return the setup of a run that is computed with these settings."""
-    return replace(setup, accel=as_config(settings))
+    return replace(setup, accel=as_config(settings).replace(deterministic=setup.accel.deterministic))
 
 
 @contextmanager

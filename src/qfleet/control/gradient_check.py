@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from qfleet.accel.precision import Precision
+from qfleet.accel.precision import SMALLEST, LossScale, Precision
 from qfleet.algo.agent import ReplayAgent, RolloutAgent
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.networks import build_network
@@ -19,9 +21,9 @@ from qfleet.roles.fused.choices import choose, workload_of
 from qfleet.roles.fused.player import Player
 from qfleet.roles.fused.setup import FusedSetup
 
-TOLERANCE: dict[Precision, float] = {"fp32": 1e-4, "tf32": 2e-2, "bf16": 1e-1}
+TOLERANCE: dict[Precision, float] = {"fp32": 1e-4, "tf32": 2e-2, "bf16": 1e-1, "fp16": 2e-2}
 """Largest length of the difference of two gradients, as a part of the eager one's length. The formats round each factor
-of a product by up to 6e-8, 5e-4 and 4e-3 of it. Over all built-in algorithms bf16 came to 5e-2 at most."""
+of a product by up to 6e-8, 5e-4, 4e-3 and 5e-4 of it. Over all built-in algorithms bf16 came to 5e-2 at most."""
 TICKS = 16
 """Random moves that the samples come from."""
 
@@ -41,14 +43,30 @@ def gradient_of(setup: FusedSetup, data: TensorBatch) -> Tensor:
     network.train().set_generator(generator)
     if isinstance(agent, RolloutAgent):
         regression = choices.gradient(agent, flat, network, None)
-        regression.regression(data.observation, data.action, data.reward, data.weight)
-        return flat.gradients.clone()
+        arguments = (data.observation, data.action, data.reward, data.weight)
+        return _unscaled(partial(regression.regression, *arguments), flat, choices.scale, generator)
     target = copy.deepcopy(network).explore()
     _ = FlatParameters(target)  # the hand-written networks read their weights from it
     for one in (network, target):
         one.resample_noise(generator)
-    choices.gradient(agent, flat, network, target).replay(data)
-    return flat.gradients.clone()
+    return _unscaled(
+        partial(choices.gradient(agent, flat, network, target).replay, data), flat, choices.scale, generator
+    )
+
+
+def _unscaled(
+    backward: Callable[[], object], flat: FlatParameters, scale: LossScale | None, generator: torch.Generator
+) -> Tensor:
+    """Return the gradient [P] that `backward` fills; a scale falls until it fits, as it would in a run."""
+    random = generator.get_state()
+    backward()
+    if scale is None:
+        return flat.gradients.clone()
+    while scale.value > SMALLEST and not flat.gradients.isfinite().all():
+        scale.adapt(made=False, loss=torch.zeros_like(scale.value))
+        generator.set_state(random)
+        backward()
+    return flat.gradients / scale.value
 
 
 @torch.no_grad()

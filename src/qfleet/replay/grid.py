@@ -141,12 +141,16 @@ class Grid:
         self.stamp.index_copy_(0, self._slot, self._tick)
         if self.mask is not None and mask is not None:
             self.mask.index_copy_(0, self._slot, mask.unsqueeze(0))
-        if self.age is not None:
-            self.age.index_copy_(0, self._slot, self._age.unsqueeze(0))
-            self._age.copy_((self._age.clamp(max=OLDEST_AGE - 1) + 1) * ~final)
+        self._note_age(final)
         self._complete()
         self._open(action, reward, terminated, final)
         self._positions.add_(self._steps).fmod_(self._wraps).clamp_(max=self._limits)
+
+    def _note_age(self, final: Tensor) -> None:
+        """Keep how old the episodes are, and let them grow older but for those that `final` [E] begins anew."""
+        if self.age is not None:
+            self.age.index_copy_(0, self._slot, self._age.unsqueeze(0))
+            self._age.copy_((self._age.clamp(max=OLDEST_AGE - 1) + 1) * ~final)
 
     def _complete(self) -> None:
         """Keep what the oldest open windows came to, and make their rows sampleable; take the next rows to go out."""
@@ -192,15 +196,19 @@ class Grid:
 
     def transitions(self, index: Tensor, weight: Tensor) -> GridSample:
         """Return the items at `index` [B], which must be sampleable, as a batch with importance weights [B]."""
-        size = len(index)
         reward, discount, ahead, action = self.fields.view(FIELDS, -1).index_select(1, index).unbind()
-        # the rows, then those that they bootstrap from: read together
         both = torch.cat((index, (index + (ahead * self.envs).long()) % self.rows))
+        generation = self.stamp.index_select(0, index // self.envs)
+        return GridSample(self._batch(both, action.long(), reward, discount, weight), index, generation)
+
+    def _batch(self, both: Tensor, action: Tensor, reward: Tensor, discount: Tensor, weight: Tensor) -> TensorBatch:
+        """Return a batch; `both` [2 * B] are its rows, then those that they bootstrap from: they are read together."""
+        size = len(action)
         observations = {name: self._observe(name, both) for name in self.spec.observations}
         masks = None if self.mask is None else self.mask.flatten(0, 1).index_select(0, both)
-        batch = TensorBatch(
+        return TensorBatch(
             observation={name: value[:size] for name, value in observations.items()},
-            action=action.long(),
+            action=action,
             reward=reward,
             discount=discount,
             next_observation={name: value[size:] for name, value in observations.items()},
@@ -209,7 +217,6 @@ class Grid:
             next_mask=None if masks is None else masks[size:],
             size=size,
         )
-        return GridSample(batch, index, self.stamp.index_select(0, index // self.envs))
 
     def _observe(self, name: str, rows: Tensor) -> Tensor:
         """Return one leaf of the observations [M, ...] at `rows` [M], its frame stack rebuilt, oldest frame first."""
@@ -287,6 +294,42 @@ class Grid:
         if self.priorities:
             self.priorities.load_state_dict(state["priorities"])
         self.generator.set_state(state["generator"])
+
+
+def split(sample: GridSample, count: int) -> list[GridSample]:
+    """Return `count` equally large samples in place of one."""
+    batch = sample.batch
+    sources, targets = _split_leaves(batch.observation, count), _split_leaves(batch.next_observation, count)
+    lines = (batch.action, batch.reward, batch.discount, batch.weight, sample.index, sample.generation)
+    action, reward, discount, weight, index, generation = (_split(line, count) for line in lines)
+    mask, next_mask = (None if mask is None else _split(mask, count) for mask in (batch.mask, batch.next_mask))
+    return [
+        GridSample(
+            TensorBatch(
+                observation=sources[i],
+                action=action[i],
+                reward=reward[i],
+                discount=discount[i],
+                next_observation=targets[i],
+                weight=weight[i],
+                mask=None if mask is None else mask[i],
+                next_mask=None if next_mask is None else next_mask[i],
+                size=batch.size // count,
+            ),
+            index[i],
+            generation[i],
+        )
+        for i in range(count)
+    ]
+
+
+def _split_leaves(leaves: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    parts = {name: _split(leaf, count) for name, leaf in leaves.items()}
+    return [{name: part[i] for name, part in parts.items()} for i in range(count)]
+
+
+def _split(values: Tensor, count: int) -> tuple[Tensor, ...]:
+    return values.view(count, -1, *values.shape[1:]).unbind()
 
 
 def window_factors(n_step: int, gamma: float) -> Tensor:

@@ -9,7 +9,6 @@ that nothing waits and a recorded graph can contain any number of steps.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qfleet.accel.precision import LARGEST, SMALLEST, LossScale
 from qfleet.algo.agent import HardTargetConfig, SoftTargetConfig
 from qfleet.algo.optim import AdamConfig, AdamWConfig
 from qfleet.core.errors import CheckpointError
@@ -25,16 +25,6 @@ _JUDGED = 8192
 """Gradients in one program of the first launch; 1.7 million are 208 programs, which an H200 runs at once."""
 _APPLIED = 512
 """Parameters in one program of the second launch."""
-
-
-@dataclass(frozen=True)
-class LossScaling:
-    """How the loss of float16 networks is scaled: halved when a gradient overflows, doubled after a good while."""
-
-    initial: float = 2.0**16
-    """The first scale."""
-    interval: int = 2000
-    """Steps without overflow after which it is doubled."""
 
 
 class FlatAdam:
@@ -56,8 +46,6 @@ class FlatAdam:
     """The latest gradient's norm before clipping, a scalar."""
     pull: Tensor
     """How far the latest step moved the target network, a scalar: 0 not at all, 1 all the way."""
-    loss_scale: Tensor | None
-    """By what the loss's gradient must be multiplied before the backward pass, a scalar; None for 1."""
 
     def __init__(
         self,
@@ -67,18 +55,19 @@ class FlatAdam:
         target: Tensor | None = None,
         rule: HardTargetConfig | SoftTargetConfig | None = None,
         copies: tuple[Tensor | None, Tensor | None] = (None, None),
-        scaling: LossScaling | None = None,
+        scale: LossScale | None = None,
     ) -> None:
-        """Take float32 tensors [P]; `copies` [P] of other types follow the parameters and the target."""
-        self._config, self._rule, self._scaling = config, rule, scaling
+        """Take float32 tensors [P]; `copies` [P] of other types follow the parameters and the target.
+
+        Gradients come multiplied by the `scale`, which each step adapts.
+        """
+        self._config, self._rule, self._scale = config, rule, scale
         self._parameters, self._gradients, self._target, self._copies = parameters, gradients, target, copies
         device = parameters.device
         self._exp_avg, self._exp_avg_sq = torch.zeros_like(parameters), torch.zeros_like(parameters)
         self.count, self.skipped = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
         self.rate = torch.full((), config.lr, device=device)
         self.norm = torch.zeros((), device=device)
-        self.loss_scale = None if scaling is None else torch.full((), scaling.initial, device=device)
-        self._streak = torch.zeros((), dtype=torch.int32, device=device)
         self._programs = triton.cdiv(parameters.numel(), _JUDGED)
         self._partials = torch.zeros(self._programs, device=device)
         self._ticket = torch.zeros(1, dtype=torch.int32, device=device)
@@ -100,16 +89,13 @@ class FlatAdam:
                 copy.copy_(original)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of all that later steps depend on, apart from parameters, target and learning rate."""
+        """Return copies of all that later steps depend on, apart from parameters, target, rate and scale."""
         moments = {"step": self.count, "exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq}
-        state: dict[str, Any] = {
+        return {
             "kind": self._config.kind,
             "moments": {name: value.clone() for name, value in moments.items()},
             "skipped": self.skipped.clone(),
         }
-        if self.loss_scale is not None:
-            state["scaling"] = {"scale": self.loss_scale.clone(), "streak": self._streak.clone()}
-        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what this class's or `Optim`'s `state_dict` returned."""
@@ -123,21 +109,19 @@ class FlatAdam:
         for name, value in (("step", self.count), ("exp_avg", self._exp_avg), ("exp_avg_sq", self._exp_avg_sq)):
             value.copy_(moments[name]) if moments else value.zero_()
         self.skipped.copy_(state.get("skipped", torch.zeros(())))
-        if self.loss_scale is not None and "scaling" in state:
-            self.loss_scale.copy_(state["scaling"]["scale"])
-            self._streak.copy_(state["scaling"]["streak"])
 
     def _judge(self, loss: Tensor) -> None:
-        config, rule = self._config, self._rule
+        config, rule, scale = self._config, self._rule, self._scale
         judge_kernel[(self._programs,)](
             *(self._gradients, loss, self.rate, self._log_betas, self.count, self.skipped, self.norm),
-            *(self.loss_scale, self._streak, self._partials, self._ticket, self._decision),
+            *((None, None, None) if scale is None else (scale.value, scale.good, scale.overflows)),
+            *(self._partials, self._ticket, self._decision),
             self._parameters.numel(),
             math.inf if config.max_grad_norm is None else config.max_grad_norm,
             config.weight_decay if isinstance(config, AdamWConfig) else 0.0,
             rule.tau if isinstance(rule, SoftTargetConfig) else 1.0,
             rule.period if isinstance(rule, HardTargetConfig) else 1,
-            0 if self._scaling is None else self._scaling.interval,
+            *(0 if scale is None else scale.interval, SMALLEST, LARGEST),
             PROGRAMS=self._programs,
             BLOCK=_JUDGED,
             num_warps=8,
@@ -156,8 +140,8 @@ class FlatAdam:
 
 @triton.jit
 def judge_kernel(
-    gradients, loss, rate, log_betas, count, skipped, norm, loss_scale, streak, partials, ticket, decision,
-    size, max_norm, weight_decay, tau, period, interval,
+    gradients, loss, rate, log_betas, count, skipped, norm, loss_scale, good, overflows, partials, ticket,
+    decision, size, max_norm, weight_decay, tau, period, interval, smallest, largest,
     PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum the squares of BLOCK gradients; the program that ends last decides what the step will be."""
@@ -175,7 +159,8 @@ def judge_kernel(
         if loss_scale is not None:
             shrink = 1 / tl.load(loss_scale)
             length *= shrink
-        made = (length < float("inf")) & (tl.abs(tl.load(loss)) < float("inf"))
+        finite_loss = tl.abs(tl.load(loss)) < float("inf")
+        made = (length < float("inf")) & finite_loss
         tl.store(norm, length)
         tl.store(skipped, tl.load(skipped) + (made == 0).to(tl.int64))
         steps = tl.load(count) + made.to(tl.int64)
@@ -191,18 +176,18 @@ def judge_kernel(
         tl.store(decision + 4, 1 - speed * weight_decay)
         tl.store(decision + 5, tl.where(made & (steps % period == 0), tau, 0.0))
         if loss_scale is not None:
-            _adapt(loss_scale, streak, made, interval)
+            _adapt(loss_scale, good, overflows, made, finite_loss, interval, smallest, largest)
 
 
 @triton.jit
-def _adapt(loss_scale, streak, made, interval):
-    """Halve the loss scale after an overflow, double it after `interval` good steps."""
-    scale = tl.load(loss_scale)
-    good = tl.where(made, tl.load(streak) + 1, 0)
-    due = good == interval
-    scale = tl.where(made, tl.where(due, tl.minimum(scale * 2, 16777216.0), scale), tl.maximum(scale / 2, 1.0))
-    tl.store(loss_scale, scale)
-    tl.store(streak, tl.where(due, 0, good))
+def _adapt(loss_scale, good, overflows, made, finite_loss, interval, smallest, largest):
+    """Halve the loss scale after an overflow, double it after `interval` good steps; see `LossScale`."""
+    scale, streak, overflow = tl.load(loss_scale), tl.load(good) + 1, (made == 0) & finite_loss
+    due = made & (streak == interval)
+    tl.store(overflows, tl.load(overflows) + (overflow & (scale > smallest)).to(tl.int64))
+    scale = tl.where(overflow, tl.maximum(scale / 2, smallest), scale)
+    tl.store(loss_scale, tl.where(due, tl.minimum(scale * 2, largest), scale))
+    tl.store(good, tl.where(made & (due == 0), streak, 0))
 
 
 @triton.jit

@@ -25,24 +25,6 @@ class FrameGrid(NamedTuple):
     envs: int
 
 
-def gather_frames(frames: Tensor, rows: Tensor, out: Tensor) -> Tensor:
-    """Copy the frames [R, ...] at `rows` [B, S] to `out` [B, S, ...], zeros for -1.
-
-    `out` has the dtype of the frames, or is floating point: then it gets bytes times 1/255.
-    """
-    require_dense(frames, rows, out)
-    scaled = out.dtype != frames.dtype
-    source, target = (frames.flatten(1), out.flatten(2)) if scaled else (_words(frames, 1), _words(out, 2))
-    size, slots = rows.shape
-    length = source.shape[1]
-    block, warps = _program(length, 8 if scaled else 4)
-    slots_power = triton.next_power_of_2(slots)
-    _gather_frames[(size * triton.cdiv(length, block),)](
-        source, rows, target, length, slots, slots_power, scaled, block, num_warps=warps
-    )
-    return out
-
-
 def gather_pairs(
     grid: FrameGrid, rows: Tensor, n_step: int, padding: Literal["zero", "repeat"], out: Tensor, channels_last: bool
 ) -> Tensor:
@@ -54,7 +36,7 @@ def gather_pairs(
     require_dense(grid.frames, grid.ahead, rows, out)
     source = _words(grid.frames, 1)
     capacity, length = source.shape
-    block, warps = _program(length, 4)
+    block, warps = _program(length)
     places = (source, rows, grid.age, grid.ahead, grid.envs, capacity)
     options = (length, padding == "zero", block)
     launch = (len(rows) * triton.cdiv(length, block),)
@@ -70,34 +52,16 @@ def gather_pairs(
     return out
 
 
-def _program(length: int, each: int) -> tuple[int, int]:
-    """Return how many of `length` entries one program moves, `each` by a thread, and its warps."""
-    block = min(THREADS * each, triton.next_power_of_2(length))
-    return block, max(block // (32 * each), 1)
+def _program(length: int) -> tuple[int, int]:
+    """Return how many of `length` entries one program moves, four by a thread, and its warps."""
+    block = min(THREADS * 4, triton.next_power_of_2(length))
+    return block, max(block // (32 * 4), 1)
 
 
 def _words(frames: Tensor, leading: int) -> Tensor:
     """Return a view with one last axis of 4-byte words, or of single bytes where frames are no whole words."""
     flat = frames.flatten(leading)
     return flat.view(torch.uint8 if flat.shape[-1] * flat.element_size() % 4 else torch.int32)
-
-
-@triton.jit
-def _gather_frames(
-    frames, rows, out, length: tl.constexpr, slots: tl.constexpr, slots_power: tl.constexpr, scaled: tl.constexpr,
-    block: tl.constexpr,
-):  # fmt: skip
-    item, place = _share(length, block)
-    place = place[None, :]
-    slot = tl.arange(0, slots_power)[:, None]
-    inside = (slot < slots) & (place < length)
-    row = tl.full([slots_power, 1], -1, tl.int64)
-    for number in tl.static_range(slots):  # one by one: a vector would be loaded again by every thread
-        row = tl.where(slot == number, tl.load(rows + item * slots + number), row)
-    entry = tl.load(frames + row * length + place, mask=inside & (row >= 0), other=0)
-    if scaled:
-        entry = entry.to(tl.float32) * (1 / 255)
-    tl.store(out + (item * slots + slot) * length + place, entry.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

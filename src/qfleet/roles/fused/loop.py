@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qfleet.accel.choices import CHANGED
 from qfleet.accel.graphs import Recording
 from qfleet.algo.exploration import epsilons
 from qfleet.algo.flat import FlatParameters
@@ -142,4 +143,4 @@ class Loop(ABC):
         self.generator.set_state(state["generator"])
         self.steps = state["steps"]
         if state["settings"] != self.choices.settings.model_dump():
-            self.report = "resumed with other settings of accel than it was saved with: it goes on, but not to the byte"
+            self.report = CHANGED

@@ -10,10 +10,15 @@ from torch import Tensor
 
 from qfleet.algo.exploration import choose_tensors
 from qfleet.core.role import State
+from qfleet.envs.tensor.cartpole import CartPole
 from qfleet.envs.tensor.protocol import GameState, Outcome, TensorEnv, to_arrays
+from qfleet.replay.sumtree import use_numba
 
 Values = Callable[[dict[str, Tensor]], Tensor]
 """Returns the values [E, A] of all actions for observation leaves [E, ...]."""
+
+InPlace = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Outcome]]
+"""Changes the state to the next for values [E, A], epsilon [E] and random [E, draws + 2]; returns actions, outcome."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,7 @@ class Ticked:
 
     observation: dict[str, Tensor]  # [E, ...] acted on
     mask: Tensor | None  # [E, A]
+    q: Tensor  # [E, A] acted on, until the next tick: it may use the same memory
     action: Tensor  # [E]
     outcome: Outcome
     final: Tensor  # [E] bool: `observation` is what an episode ended with, so the action was ignored
@@ -44,6 +50,7 @@ class Player:
         """Episodes that ended, the sum of their returns, the sum of their lengths."""
         self.steps = torch.zeros((), dtype=torch.int64, device=generator.device)
         """Transitions so far: ticks that only began an episode are none."""
+        self._in_place = self._compiled_move()
 
     def restart(self) -> None:
         """Begin anew in every environment, in the tensors that are there; what was counted stays."""
@@ -60,19 +67,32 @@ class Player:
     def tick(self, values: Values, epsilon: Tensor) -> Ticked:
         """Act once in every environment, at random with probability `epsilon` [E] or scalar."""
         observation, mask, final = self.observation, self.env.mask(self.state), self.state["ended"].clone()
-        random = self._uniform(self.env.draws + 2)
-        action, state, outcome = self._move(self.state, values(observation), epsilon, mask, random)
+        random, q = self._uniform(self.env.draws + 2), values(observation)
+        if self._in_place is not None:
+            action, outcome = self._in_place(q, epsilon, random)
+        else:
+            action, outcome = self._move(q, epsilon, mask, random)
+        return Ticked(observation, mask, q, action, outcome, final)
+
+    def _compiled_move(self) -> InPlace | None:
+        """Return a tick in one compiled call, or None for a game or a place that has none."""
+        if type(self.env.game) is not CartPole or not use_numba():
+            return None
+        physics = self.state["physics"]
+        if physics.device.type != "cpu" or physics.dtype != torch.float32:
+            return None
+        from qfleet.accel.cpu_games import CartPoleMove
+
+        return CartPoleMove(self.env.time_limit, self.state, (self.returns, self.finished, self.steps))
+
+    def _moved(self, q: Tensor, epsilon: Tensor, mask: Tensor | None, random: Tensor) -> tuple[Tensor, Outcome]:
+        """Change the state to the next; return the actions [E] chosen by values `q` [E, A], and what they led to."""
+        action = choose_tensors(q, epsilon, mask, random[:, :2])
+        state, outcome = self.env.step(self.state, action, random[:, 2:])
         self._count(outcome, state["age"])
         for name, value in state.items():
             self.state[name].copy_(value)
-        return Ticked(observation, mask, action, outcome, final)
-
-    def _moved(
-        self, state: GameState, q: Tensor, epsilon: Tensor, mask: Tensor | None, random: Tensor
-    ) -> tuple[Tensor, GameState, Outcome]:
-        """Return the actions [E] chosen by the values `q` [E, A], and what they lead to."""
-        action = choose_tensors(q, epsilon, mask, random[:, :2])
-        return action, *self.env.step(state, action, random[:, 2:])
+        return action, outcome
 
     def _count(self, outcome: Outcome, age: Tensor) -> None:
         self.returns.add_(outcome.reward)

@@ -12,12 +12,16 @@ from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.updates import Learned, ReplayUpdate
 from qfleet.core.role import State
+from qfleet.replay.grid import GridSample, split
+from qfleet.replay.samplers import UniformConfig
 from qfleet.roles.fused.loop import Loop, Progress
 from qfleet.roles.fused.memory import require_memory
 from qfleet.roles.fused.setup import FusedSetup
 
 TICKS = 32
 """Ticks of one eager piece: many enough that looking after the run costs nothing beside them."""
+BATCHES = 8
+"""Most batches that are drawn at once where each was to be drawn from the same rows."""
 UPDATES = 256
 """Updates of one recorded piece, about: the device is waited for once in each."""
 
@@ -32,17 +36,12 @@ class ReplayLoop(Loop):
         assert isinstance(setup.agent, ReplayAgent)
         self._agent, envs = setup.agent, setup.actor.envs
         require_memory(setup, self.update.flat.parameters.numel())
-        sampler = setup.replay.sampler
-        self.grid = grid_type(sampler, self.device, self.choices.settings.kernels)(
-            setup.spec,
-            max(setup.replay.capacity // envs, 1),
-            envs,
-            self._agent.n_step,
-            self._agent.gamma,
-            sampler,
-            self.device,
-            self.learning,
-        )
+        length = max(setup.replay.capacity // envs, 1)
+        window = self._agent.n_step, self._agent.gamma
+        made_by = grid_type(setup.replay.sampler, self.device, self.choices.settings.kernels)
+        self.grid = made_by(setup.spec, length, envs, *window, setup.replay.sampler, self.device, self.learning)
+        self._drawn = BATCHES if isinstance(setup.replay.sampler, UniformConfig) else 1
+        """Batches that may be drawn at once: what is learned from one changes the priorities for the next."""
         self._beta = torch.zeros((), device=self.device)
         self._ticks = self._tried = 0
         self._latest: Learned | None = None
@@ -111,10 +110,16 @@ class ReplayLoop(Loop):
 
     def _settle(self) -> None:
         """Learn what the transitions so far ask for beyond what was learned."""
-        for _ in range(self._owed()):
-            self._learning()
+        owed = self._owed()
+        while owed > 0:
+            drawn = 1 if self.choices.recorded else min(owed, self._drawn)
+            if drawn > 1:
+                self._learn_several(drawn)
+            else:
+                self._learning()
             self._latest = self._of_single
-            self._tried += 1
+            self._tried += drawn
+            owed -= drawn
 
     def _learns(self) -> bool:
         """Return whether there is enough to learn from."""
@@ -148,10 +153,17 @@ class ReplayLoop(Loop):
     def _learn_once(self) -> None:
         self._of_single = self._learn()
 
+    def _learn_several(self, count: int) -> None:
+        """Learn from several batches that were drawn at once: to draw one alone takes nearly as long."""
+        for sample in split(self.grid.sample(count * self.setup.learner.batch_size, self._beta), count):
+            self._of_single = self._learn_from(sample)
+
     def _learn(self) -> Learned:
+        return self._learn_from(self.grid.sample(self.setup.learner.batch_size, self._beta))
+
+    def _learn_from(self, sample: GridSample) -> Learned:
         if self._two_modes:
             self.update.online.train()
-        sample = self.grid.sample(self.setup.learner.batch_size, self._beta)
         learned = self.update.learn(sample.batch)
         self._streak = self._streak + 1 if learned.made is False else 0
         if learned.made is not False:

@@ -86,9 +86,10 @@ class Fused(Role):
         self.phase = "running"
 
     def _guard(self, progress: Progress) -> None:
-        """Name skipped updates; give up when all of several in a row were."""
+        """Name skipped updates; give up when all of several in a row were and no loss scale is to blame."""
         self._skipped += progress.skipped
-        self._skips = progress.streak + (0 if progress.updates else self._skips)
+        forgiven = self._loop.choices.forgiven() if progress.skipped else 0
+        self._skips = max(progress.streak - forgiven, 0) + (0 if progress.updates else self._skips)
         if self._skips >= self._setup.learner.skips:
             raise QfleetError(
                 f"{self._skips} updates in a row were not finite (NaN or infinity), the last ones after update"

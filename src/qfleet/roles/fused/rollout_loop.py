@@ -53,10 +53,15 @@ class RolloutLoop(Loop):
     def _play(self) -> RolloutTensors:
         """Return T ticks of E environments as T * E samples; those that only began an episode have weight 0."""
         agent, online = self._agent, self.update.online.eval()
-        ticks, rewards = zip(*[self.tick() for _ in range(agent.rollout_length)], strict=True)
-        following = [tick.observation for tick in ticks[1:]] + [self.player.observation]
-        masks = [tick.mask for tick in ticks[1:]] + [self.player.env.mask(self.player.state)]
-        next_value = self._best({name: torch.cat([leaf[name] for leaf in following]) for name in following[0]}, masks)
+        ticks, rewards, values = [], [], []
+        for _ in range(agent.rollout_length):
+            ticked, reward = self.tick()
+            ticks.append(ticked)
+            rewards.append(reward)
+            values.append(allow(ticked.q, ticked.mask).amax(1))
+        # What a tick leads to is what the next one acts on, and the network stays the same meanwhile.
+        last, mask = self.player.observation, self.player.env.mask(self.player.state)
+        next_value = torch.stack([*values[1:], allow(self._values(last), mask).amax(1)])
         online.train()
         outcomes = [tick.outcome for tick in ticks]
         terminated = torch.stack([outcome.terminated for outcome in outcomes])
@@ -64,18 +69,13 @@ class RolloutLoop(Loop):
         continues[-1] = False
         discount = agent.gamma * (~terminated).float()
         reward = torch.stack(rewards)
-        goal = lambda_returns(reward, discount, next_value.view(reward.shape), continues, agent.q_lambda)
+        goal = lambda_returns(reward, discount, next_value, continues, agent.q_lambda)
         return RolloutTensors(
-            observation={name: torch.cat([tick.observation[name] for tick in ticks]) for name in following[0]},
+            observation={name: torch.cat([tick.observation[name] for tick in ticks]) for name in last},
             action=torch.cat([tick.action for tick in ticks]),
             goal=goal.flatten(),
             weight=torch.cat([outcome.valid for outcome in outcomes]).float(),
         )
-
-    def _best(self, observation: dict[str, Tensor], masks: list[Tensor | None]) -> Tensor:
-        """Return the greatest allowed values [T * E] of observations [T * E, ...]; masks are T times [E, A]."""
-        allowed = [mask for mask in masks if mask is not None]
-        return allow(self._values(observation), torch.cat(allowed) if allowed else None).amax(1)
 
     def metrics(self) -> Mapping[str, float]:
         """Return the numbers worth watching. Waits for the device."""

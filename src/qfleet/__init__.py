@@ -1,7 +1,7 @@
 """Deep Q-learning on any hardware you have, as fast as it allows.
 
-The stable names are `train`, `resume`, `evaluate`, `load`, `Run`, `Callbacks` and `Experiment`; each is imported when
-it is first used, so that `import qfleet` costs nothing.
+The stable names are `train`, `resume`, `evaluate`, `load`, `plan`, `Run`, `Callbacks` and `Experiment`; each is
+imported when it is first used, so that `import qfleet` costs nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from qfleet.version import __version__
 
 if TYPE_CHECKING:
-    from qfleet.api import Run, evaluate, load, resume, train
+    from qfleet.api import Run, evaluate, load, plan, resume, train
     from qfleet.control.monitor import Callbacks
     from qfleet.experiment import Experiment
 
@@ -21,12 +21,13 @@ _HOMES = {
     "resume": "qfleet.api",
     "evaluate": "qfleet.api",
     "load": "qfleet.api",
+    "plan": "qfleet.api",
     "Run": "qfleet.api",
     "Callbacks": "qfleet.control.monitor",
     "Experiment": "qfleet.experiment",
 }
 
-__all__ = ["Callbacks", "Experiment", "Run", "__version__", "evaluate", "load", "resume", "train"]
+__all__ = ["Callbacks", "Experiment", "Run", "__version__", "evaluate", "load", "plan", "resume", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,9 @@
-"""The stable names: train, resume, evaluate and load; everything the command line does goes through here."""
+"""The stable names: train, resume, evaluate, load and plan; everything the command line does goes through here."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ import gymnasium
 from qfleet.algo.model_io import load_model
 from qfleet.algo.policy import Policy
 from qfleet.control.monitor import Callbacks
+from qfleet.control.plan import Plan
 from qfleet.core.config import Config
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.types import Array
 from qfleet.core.usercode import UserCode
-from qfleet.experiment import Experiment, with_changes
+from qfleet.experiment import Experiment, flattened, with_changes
 from qfleet.observe.sinks import Sink
+from qfleet.planning import apply_plan, plan_run
 from qfleet.presets import preset as find_preset
 from qfleet.runtime import checkpoint
 from qfleet.runtime.rundir import RunDir, write_atomically
@@ -41,6 +43,8 @@ def train(
     env: str | Factory | None = None,
     network: Callable[..., Any] | Mapping[str, Any] | Config | None = None,
     run_dir: str | Path | None = None,
+    plan: str | Path | Plan | None = None,
+    fixed: Collection[str] = (),
     callbacks: Callbacks | None = None,
     sinks: Sequence[Sink] = (),
     **settings: Any,
@@ -50,9 +54,59 @@ def train(
     Give a preset's name, an Experiment, or `env`: the id of a registered environment or a function that makes one.
     `network` is a torch module class used as the torso, or settings of a built-in network. Further keywords change
     settings: `seed=1`, `target=475`, `optim={"lr": 1e-3}`, or `**{"optim.lr": 1e-3}`.
+
+    `plan` arranges the roles of placement "processes": "auto" measures this machine first, a `Plan` or its file is
+    followed as it is. Without one, a preset in processes is planned unless `actors` is given. What a plan finds in
+    `settings` or, by dotted name, in `fixed` stays as it is.
     """
     if callbacks is not None and not isinstance(callbacks, Callbacks):
         raise ConfigError("callbacks: pass qfleet.Callbacks(on_step=..., on_evaluation=..., on_checkpoint=...)")
+    automatic = settings.get("actors") == "auto"
+    if automatic:
+        settings = {name: value for name, value in settings.items() if name != "actors"}
+    experiment, code = _wanted(preset, env, network, settings)
+    given = {*fixed, *(name for name, _ in flattened(settings))}
+    if plan is None and isinstance(preset, str) and experiment.placement == "processes" and "actors" not in given:
+        automatic = True
+    path = _directory(run_dir) if run_dir is not None else default_run_dir(experiment)
+    with RunDir.create(path) as run:
+        experiment, made = _planned(experiment, code, "auto" if automatic and plan is None else plan, given, sinks)
+        write_atomically(run.config, experiment.to_yaml())
+        if made is not None:
+            write_atomically(run.plan, made.to_yaml())
+        return Run(run.path, Session(experiment, code, run, callbacks or Callbacks(), sinks).carry_out())
+
+
+def plan(
+    preset: str | Experiment = "",
+    *,
+    env: str | Factory | None = None,
+    network: Callable[..., Any] | Mapping[str, Any] | Config | None = None,
+    fixed: Collection[str] = (),
+    fresh: bool = False,
+    say: Callable[[str], object] = lambda text: None,
+    **settings: Any,
+) -> Plan:
+    """Measure this machine for an experiment, given as in `train`, and return how its roles are best arranged.
+
+    Nothing is trained or written but a cache of what was measured, which `fresh` measures anew. What is given in
+    `settings` or, by dotted name, in `fixed` stays as it is; without a placement the faster one is chosen. `say` is
+    told what is being done.
+    """
+    if settings.get("actors") == "auto":
+        settings = {name: value for name, value in settings.items() if name != "actors"}
+    experiment, code = _wanted(preset, env, network, settings)
+    given = {*fixed, *(name for name, _ in flattened(settings))}
+    return plan_run(experiment, code, given, say, fresh)
+
+
+def _wanted(
+    preset: str | Experiment,
+    env: str | Factory | None,
+    network: Callable[..., Any] | Mapping[str, Any] | Config | None,
+    settings: dict[str, Any],
+) -> tuple[Experiment, UserCode]:
+    """Return the experiment that the arguments of `train` stand for, and the user's own code."""
     if "target" in settings:
         settings["evaluation.target"] = settings.pop("target")
     if isinstance(network, Mapping | Config):
@@ -60,12 +114,29 @@ def train(
     experiment = _experiment(preset, env)
     if network is not None:
         settings.setdefault("network", {"kind": "custom"})
-    experiment = with_changes(experiment, settings)
-    code = UserCode(network=network, env=env if callable(env) else None)
-    path = _directory(run_dir) if run_dir is not None else default_run_dir(experiment)
-    with RunDir.create(path) as run:
-        write_atomically(run.config, experiment.to_yaml())
-        return Run(run.path, Session(experiment, code, run, callbacks or Callbacks(), sinks).carry_out())
+    return with_changes(experiment, settings), UserCode(network=network, env=env if callable(env) else None)
+
+
+def _planned(
+    experiment: Experiment,
+    code: UserCode,
+    plan: str | Path | Plan | None,
+    given: Collection[str],
+    sinks: Sequence[Sink],
+) -> tuple[Experiment, Plan | None]:
+    """Return the experiment as its plan has it, and the plan; what is not in processes has no plan to be made."""
+
+    def say(text: str) -> None:
+        for sink in sinks:
+            sink.event({"event": "planning", "text": text})
+
+    if plan is None or (plan == "auto" and experiment.placement == "inline"):
+        return experiment, None
+    if plan == "auto":
+        made = plan_run(experiment, code, {*given, "placement"}, say)
+        return apply_plan(experiment, made), made
+    made = plan if isinstance(plan, Plan) else Plan.from_yaml(Path(plan))
+    return apply_plan(experiment, made, given), made
 
 
 def resume(

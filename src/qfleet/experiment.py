@@ -14,6 +14,7 @@ from qfleet.algo.agent import AgentConfig, ReplayAgent, RolloutAgent
 from qfleet.algo.exploration import EpsilonGreedyConfig, ExplorationConfig
 from qfleet.algo.networks import NetworkConfig
 from qfleet.algo.optim import AdamConfig, OptimConfig
+from qfleet.algo.recurrent import MemoryConfig
 from qfleet.algo.torsos import MlpConfig
 from qfleet.core.config import Config, completed, describe
 from qfleet.core.errors import ConfigError
@@ -21,6 +22,7 @@ from qfleet.envs import EnvConfig
 from qfleet.replay import ReplayConfig
 from qfleet.roles.actor import ActorConfig
 from qfleet.roles.evaluator import EvaluationConfig
+from qfleet.roles.inference_server import InferenceConfig, LocalInference, ServedInference
 from qfleet.roles.learner import LearnerConfig
 
 
@@ -74,6 +76,9 @@ class Experiment(Config):
     """Where the learner computes; auto takes a GPU for pixels if there is one."""
     threads: int = Field(1, gt=0, le=1024)
     """Threads of the learner's computations; a small network is fastest with one. Other roles have one."""
+    balance: Literal["on", "off"] = "on"
+    """Whether a balancer watches the roles' load in the placements with several processes, and says what holds them up;
+    it changes nothing by itself yet."""
     strict: bool = False
     """Inline only: send every message through the serialiser, so that shared memory by mistake shows."""
     env: EnvConfig
@@ -86,6 +91,8 @@ class Experiment(Config):
     """How actors try what they would not choose."""
     actor: ActorConfig = ActorConfig()
     """How much one actor does at a time."""
+    inference: InferenceConfig = LocalInference()
+    """Who computes the values that actors act on."""
     replay: ReplayConfig = ReplayConfig()
     """What is remembered and how it is drawn (agents of kind 'replay')."""
     normalise_rewards: bool = False
@@ -118,7 +125,10 @@ class Experiment(Config):
         replaying = isinstance(self.agent, ReplayAgent)
         prioritised = self.replay.sampler.kind == "prioritised"
         noisy = isinstance(self.agent, ReplayAgent) and self.agent.noisy
-        learner = self.learner
+        learner, memory = self.learner, self._memory
+        servers = self.inference.servers if isinstance(self.inference, ServedInference) else 0
+        # Twice a sequence for each environment, since whole segments of rows are dropped.
+        sequences = 2 * (memory.burn_in + memory.length + 1) * self.actors * self.actor.envs if memory else 0
         return [
             (self.agent.kind == "tabular" and self.network.kind != "tabular",
              f"agent.kind 'tabular' needs network.kind 'tabular', not '{self.network.kind}'"),
@@ -154,15 +164,31 @@ class Experiment(Config):
              f"strict is for placement 'inline': '{self.placement}' sends every message through the serialiser anyway"),
             (self.address is not None and self.placement != "ray",
              f"address needs placement 'ray', not '{self.placement}'"),
+            (servers > 0 and not replaying,
+             f"inference.kind 'served' needs agent.kind 'replay', not '{self.agent.kind}'"),
+            (self.inference.precision != "fp32" and memory is not None,
+             f"inference.precision '{self.inference.precision}' is for networks without memory, not with agent.memory"),
+            (servers > self.actors,
+             f"inference.servers {servers} exceeds actors {self.actors}: some would have no work"),
             (isinstance(self.agent, RolloutAgent) and self._rollout < self.agent.minibatches,
              f"agent.minibatches {getattr(self.agent, 'minibatches', 0)} exceeds the {self._rollout} samples of a"
              " rollout (actor.envs times agent.rollout_length): some would be empty"),
             (replaying and self.fused and self.env_steps <= self.actor.envs * (getattr(self.agent, "n_step", 1) + 2),
              f"env_steps {self.env_steps} ends before {self.actor.envs} environments have made the first complete"
              " n-step windows (actor.envs, agent.n_step): nothing would be learned"),
+            (memory is not None and getattr(self.replay.sampler, "initial", "maximum") == "actor",
+             "replay.sampler.initial 'actor' is for single transitions: agent.memory needs 'maximum'"),
+            (self.replay.capacity < sequences,
+             f"replay.capacity {self.replay.capacity} is too small for the sequences of agent.memory: its length and"
+             f" burn_in need {sequences} rows or more for {self.actors * self.actor.envs} environments"),
             (self.topology == "fused" and bool(self.why_not_fused),
              f"topology 'fused' {self.why_not_fused}"),
         ]  # fmt: skip
+
+    @property
+    def _memory(self) -> MemoryConfig | None:
+        """The memory of a recurrent agent."""
+        return self.agent.memory if isinstance(self.agent, ReplayAgent) else None
 
     @property
     def _rollout(self) -> int:
@@ -178,10 +204,12 @@ class Experiment(Config):
             f"has no placement '{self.placement}': it is one loop in this process": self.placement != "inline",
             f"has one actor and one learner, not {self.actors} and {self.learners}": self.actors * self.learners > 1,
             "has no table: use agent.kind 'replay' or 'rollout'": self.agent.kind == "tabular",
+            "has no replay of sequences, which agent.memory learns from": self._memory is not None,
             "cannot normalise rewards; set env.reward_scale": self.normalise_rewards,
             f"keeps its replay on the device, not in replay.storage.kind '{self.replay.storage.kind}'":
                 self.replay.storage.kind != "ram",
             "sends no messages that strict could check": self.strict,
+            "acts on its own device: inference.kind 'served' is for a pipeline": self.inference.kind == "served",
         }  # fmt: skip
         return next((reason for reason, true in reasons.items() if true), "")
 
@@ -217,7 +245,7 @@ def with_changes(experiment: Experiment, changes: Mapping[str, Any]) -> Experime
 
     A changed `kind` replaces its whole section by that kind's defaults; the other changes come after.
     """
-    flat = sorted(_flattened(changes), key=lambda item: (not item[0].endswith(".kind"), item[0].count(".")))
+    flat = sorted(flattened(changes), key=lambda item: (not item[0].endswith(".kind"), item[0].count(".")))
     tree = experiment.model_dump(mode="json")
     for name, value in flat:
         if name.endswith(".kind"):
@@ -228,13 +256,13 @@ def with_changes(experiment: Experiment, changes: Mapping[str, Any]) -> Experime
     return parse_experiment(completed(Experiment, tree), "settings")
 
 
-def _flattened(changes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested changes by dotted name; a whole section given as an object counts leaf by leaf."""
+def flattened(changes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested settings by dotted name; a whole section given as an object counts leaf by leaf."""
     for name, value in changes.items():
         if isinstance(value, Config):
             value = value.model_dump(mode="json")
         if isinstance(value, Mapping) and value and f"{prefix}{name}" != "env.kwargs":
-            yield from _flattened(value, f"{prefix}{name}.")
+            yield from flattened(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -15,16 +15,28 @@ import torch
 
 from qfleet.algo.agent import ReplayAgent, RolloutAgent
 from qfleet.algo.schedules import Schedule
+from qfleet.algo.sequences import LAST_ACTION, STATE
 from qfleet.core.errors import ConfigError
 from qfleet.core.protocols import Counter, Placement, Receiver, Sender
-from qfleet.core.spec import EnvSpec
-from qfleet.core.types import Batch, Evaluated, Notice, Priorities, Rollout
+from qfleet.core.spec import EnvSpec, LeafSpec
+from qfleet.core.types import (
+    Batch,
+    Evaluated,
+    InferenceReply,
+    InferenceRequest,
+    Notice,
+    Priorities,
+    Rollout,
+    SequenceBatch,
+)
 from qfleet.core.usercode import UserCode
 from qfleet.envs import TensorConfig
 from qfleet.experiment import Experiment
+from qfleet.replay import SequenceWindow
 from qfleet.roles.actor import Actor, ActorHandles, ActorSetup
 from qfleet.roles.evaluator import Evaluator, EvaluatorHandles, EvaluatorSetup
 from qfleet.roles.fused import Fused, FusedHandles, FusedSetup
+from qfleet.roles.inference_server import InferenceHandles, InferenceServer, InferenceSetup, ServedInference
 from qfleet.roles.learner import GroupConfig, Learner, LearnerHandles, LearnerSetup
 from qfleet.roles.replay_shard import ReplayShard, ShardHandles, ShardSetup
 from qfleet.runtime.graph import Graph
@@ -57,20 +69,32 @@ class Program:
 class Feed:
     """Where one learner rank gets its batches, and where the priorities that it finds go."""
 
-    batches: tuple[Receiver[Batch | Rollout], ...]
+    batches: tuple[Receiver[Batch | SequenceBatch | Rollout], ...]
     priorities: Sender[Priorities] | None = None
+
+
+@dataclass(frozen=True)
+class Served:
+    """One actor's ends of the streams to and from its inference server."""
+
+    requests: tuple[Sender[InferenceRequest], ...]
+    replies: tuple[Receiver[InferenceReply], ...]
 
 
 def build_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directory: Path) -> Program:
     """Draw the graph of a run. `directory` is the run's own; nothing is started or written here."""
     if experiment.fused:
+        if _valued(experiment):
+            raise ConfigError(
+                "replay.sampler.initial 'actor' needs topology 'pipeline': in a fused loop new items get the maximum"
+            )
         return _fused_program(experiment, spec, code)
     graph = Graph()
     models_in, models_out = graph.stream("models", capacity=1)
     evaluated_in, evaluated_out = graph.stream("evaluated", capacity=64)
     notices_in, notices_out = graph.stream("notices", capacity=64)
 
-    experience = _add_actors(graph, experiment, spec, code)
+    experience, incidents = _add_actors(graph, experiment, spec, code)
     if isinstance(experiment.agent, ReplayAgent):
         feeds = _add_replay(graph, experiment, spec, directory, experience)
     else:
@@ -87,14 +111,17 @@ def build_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directo
             score=graph.subscriber("score"),
             env_steps=graph.counter("env_steps"),
             updates=graph.counter("updates"),
+            keep=graph.keep("learner-0") if len(feeds) == 1 else None,  # a group dies as a whole
         )
         group = GroupConfig(rank, len(feeds), rendezvous) if len(feeds) > 1 else None
         graph.add(Learner, learner_setup(experiment, spec, code, group), learner)
-    evaluator = EvaluatorHandles(models=models_out, events=evaluated_in, score=graph.publisher("score"))
+    evaluator = EvaluatorHandles(
+        models=models_out, events=evaluated_in, score=graph.publisher("score"), keep=graph.keep("evaluator-0")
+    )
     graph.add(Evaluator, evaluator_setup(experiment, spec, code), evaluator)
 
     monitor = MonitorHandles(
-        events=(evaluated_out, notices_out),
+        events=(evaluated_out, notices_out, *incidents),
         env_steps=graph.counter("env_steps"),
         updates=graph.counter("updates"),
         samples=graph.counter("samples"),
@@ -112,17 +139,57 @@ def _fused_program(experiment: Experiment, spec: EnvSpec, code: UserCode) -> Pro
     return Program(graph, MonitorHandles(events=(events_out,), **watched))
 
 
-def _add_actors(graph: Graph, experiment: Experiment, spec: EnvSpec, code: UserCode) -> tuple[Receiver[Any], ...]:
-    """Add every actor with a stream of its own; returns the streams' other ends."""
-    receivers = []
+def _add_actors(
+    graph: Graph, experiment: Experiment, spec: EnvSpec, code: UserCode
+) -> tuple[tuple[Receiver[Any], ...], tuple[Receiver[Notice], ...]]:
+    """Add every actor with streams of its own; returns the other ends of those for experience and for notices."""
+    receivers, incidents = [], []
+    served = None
+    if isinstance(experiment.inference, ServedInference):
+        served = _add_inference(graph, experiment, spec, code, experiment.inference.servers)
     for index in range(experiment.actors):
-        sender, receiver = graph.stream(f"experience-{index}", capacity=PREFETCH[experiment.placement])
+        sender, receiver = graph.stream(
+            f"experience-{index}", PREFETCH[experiment.placement], views=True, setting="actor.envs"
+        )
+        notices_in, notices_out = graph.stream(f"notices-{index}", capacity=16, optional=True)
         handles = ActorHandles(
-            experience=sender, weights=graph.subscriber("weights"), env_steps=graph.counter("env_steps")
+            experience=sender,
+            events=notices_in,
+            weights=graph.subscriber("weights", views=True) if served is None else None,
+            env_steps=graph.counter("env_steps"),
+            requests=() if served is None else served[index].requests,
+            replies=() if served is None else served[index].replies,
+            keep=graph.keep(f"actor-{index}"),
         )
         graph.add(Actor, actor_setup(experiment, spec, code, index), handles)
         receivers.append(receiver)
-    return tuple(receivers)
+        incidents.append(notices_out)
+    return tuple(receivers), tuple(incidents)
+
+
+def _add_inference(graph: Graph, experiment: Experiment, spec: EnvSpec, code: UserCode, servers: int) -> list[Served]:
+    """Add the inference servers, among which the actors are dealt out; returns each actor's ends."""
+    lines = range(experiment.actor.groups)
+    asked = [
+        [graph.stream(f"requests-{a}-{line}", capacity=2, views=True, asking=True) for line in lines]
+        for a in range(experiment.actors)
+    ]
+    told = [
+        [graph.stream(f"replies-{a}-{line}", capacity=2, asking=True) for line in lines]
+        for a in range(experiment.actors)
+    ]
+    for server in range(servers):
+        handles = InferenceHandles(
+            requests=tuple(receiver for ends in asked[server::servers] for _, receiver in ends),
+            replies=tuple(sender for ends in told[server::servers] for sender, _ in ends),
+            weights=graph.subscriber("weights", views=True),
+            keep=graph.keep(f"inference-{server}"),
+        )
+        graph.add(InferenceServer, inference_setup(experiment, spec, code, server), handles)
+    return [
+        Served(tuple(sender for sender, _ in requests), tuple(receiver for _, receiver in replies))
+        for requests, replies in zip(asked, told, strict=True)
+    ]
 
 
 def _add_replay(
@@ -130,9 +197,9 @@ def _add_replay(
 ) -> list[Feed]:
     """Add the replay shard between the actors and the learner ranks; returns a feed for each rank."""
     prefetch, ranks = PREFETCH[experiment.placement], range(experiment.learners)
-    drawn = [graph.stream(f"batches-{rank}", capacity=prefetch) for rank in ranks]
+    drawn = [graph.stream(f"batches-{rank}", prefetch, views=True, setting="learner.batch_size") for rank in ranks]
     prioritised = experiment.replay.sampler.kind == "prioritised"
-    written = [graph.stream(f"priorities-{rank}", capacity=prefetch + 2) for rank in ranks if prioritised]
+    written = [graph.stream(f"priorities-{rank}", prefetch + 2, views=True) for rank in ranks if prioritised]
     handles = ShardHandles(
         experience=experience,
         priorities=tuple(receiver for _, receiver in written),
@@ -140,6 +207,7 @@ def _add_replay(
         env_steps=graph.counter("env_steps"),
         inserts=graph.counter("inserts"),
         samples=graph.counter("samples"),
+        keep=graph.keep("replay-0", setting="replay.capacity"),
     )
     graph.add(ReplayShard, shard_setup(experiment, spec, directory), handles)
     return [Feed((drawn[rank][1],), written[rank][0] if prioritised else None) for rank in ranks]
@@ -156,7 +224,7 @@ def place(program: Program, experiment: Experiment) -> Placement:
     if experiment.placement == "processes":
         from qfleet.runtime.processes import ProcessPlacement
 
-        return ProcessPlacement(program.graph, spawn=_spawned(experiment), threads=threads)
+        return ProcessPlacement(program.graph, spawn=_spawned(experiment), threads=threads, groups=(Learner.kind,))
     from qfleet.runtime.ray import RayPlacement
 
     return RayPlacement(program.graph, address=experiment.address, threads=threads)
@@ -179,6 +247,31 @@ def actor_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index: in
         actors=experiment.actors,
         env_steps=experiment.env_steps,
         code=code,
+        inference=experiment.inference,
+        valued=_valued(experiment),
+    )
+
+
+def inference_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index: int) -> InferenceSetup:
+    """Return what inference server `index` is built from."""
+    inference = experiment.inference
+    assert isinstance(experiment.agent, ReplayAgent)
+    assert isinstance(inference, ServedInference)
+    actors = len(range(index, experiment.actors, inference.servers))
+    if experiment.placement == "inline":
+        inference = inference.replace(deadline_ms=0.0)  # nobody else can ask while the server waits
+    return InferenceSetup(
+        inference=inference,
+        spec=spec,
+        network=experiment.network,
+        agent=experiment.agent,
+        optim=experiment.optim,
+        accel=experiment.accel,
+        seed=experiment.seed,
+        index=index,
+        rows=actors * experiment.actor.envs,
+        device=_device(inference.device, "inference.device", spec),
+        code=code,
     )
 
 
@@ -200,7 +293,27 @@ def shard_setup(experiment: Experiment, spec: EnvSpec, directory: Path) -> Shard
         seed=experiment.seed,
         index=0,
         directory=directory / "replay",
+        sequence=_sequence(agent),
+        extras=_extras(agent),
     )
+
+
+def _sequence(agent: ReplayAgent) -> SequenceWindow | None:
+    """Return how episodes are cut into sequences, for an agent with memory."""
+    memory = agent.memory
+    if memory is None:
+        return None
+    return SequenceWindow(length=memory.burn_in + memory.length, burn_in=memory.burn_in, period=memory.period)
+
+
+def _extras(agent: ReplayAgent) -> dict[str, LeafSpec]:
+    """Return what each row holds besides the transition: the memory before it."""
+    if agent.memory is None:
+        return {}
+    return {
+        STATE: LeafSpec(shape=(2 * agent.memory.hidden,), dtype="float16"),
+        LAST_ACTION: LeafSpec(shape=(), dtype="int32"),
+    }
 
 
 def learner_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, group: GroupConfig | None) -> LearnerSetup:
@@ -220,6 +333,7 @@ def learner_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, group: 
         warm_start=_model_of(experiment.warm_start),
         warm_start_part=experiment.warm_start_part,
         code=code,
+        accel=experiment.accel,
     )
 
 
@@ -247,6 +361,12 @@ def fused_setup(experiment: Experiment, spec: EnvSpec, code: UserCode) -> FusedS
         warm_start_part=experiment.warm_start_part,
         code=code,
     )
+
+
+def _valued(experiment: Experiment) -> bool:
+    """Return whether new items get their priorities from the actors' values."""
+    sampler = experiment.replay.sampler
+    return isinstance(experiment.agent, ReplayAgent) and sampler.kind == "prioritised" and sampler.initial == "actor"
 
 
 def _beta(experiment: Experiment) -> Schedule:
@@ -292,14 +412,24 @@ def total_updates(experiment: Experiment) -> int:
 
 def learner_device(experiment: Experiment, spec: EnvSpec) -> str:
     """Return the torch device of the learner: a GPU pays for images and fused loops, not for small vectors."""
-    if experiment.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device 'cuda': torch sees no CUDA device here; use device 'cpu' or 'auto'")
-    if experiment.device != "auto":
-        return experiment.device
+    return _device(experiment.device, "device", spec, experiment.fused)
+
+
+def _device(wanted: str, setting: str, spec: EnvSpec, fused: bool = False) -> str:
+    """Return the torch device that a setting asks for or, where it leaves the choice, the one that pays."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"{setting} 'cuda': torch sees no CUDA device here; use {setting} 'cpu' or 'auto'")
+    if wanted != "auto":
+        return wanted
     images = any(len(leaf.shape) == 3 for leaf in spec.observations.values())
-    return "cuda" if (images or experiment.fused) and torch.cuda.is_available() else "cpu"
+    return "cuda" if (images or fused) and torch.cuda.is_available() else "cpu"
 
 
 def _spawned(experiment: Experiment) -> tuple[str, ...]:
     """Return the kinds of roles that use CUDA, which a forked process cannot."""
-    return (*SPAWNED, Learner.kind) if experiment.device != "cpu" and torch.cuda.is_available() else SPAWNED
+    if not torch.cuda.is_available():
+        return SPAWNED
+    devices = {Learner.kind: experiment.device}
+    if isinstance(experiment.inference, ServedInference):
+        devices[InferenceServer.kind] = experiment.inference.device
+    return (*SPAWNED, *(kind for kind, device in devices.items() if device != "cpu"))

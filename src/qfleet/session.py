@@ -19,6 +19,7 @@ from qfleet.algo.flat import FlatParameters
 from qfleet.algo.model_io import ModelConfigs, load_model, save_model
 from qfleet.algo.networks import QNetwork, build_network
 from qfleet.control.monitor import Callbacks, Monitor, Standing
+from qfleet.control.plan import Plan
 from qfleet.control.summary import summarise
 from qfleet.core.errors import CheckpointError
 from qfleet.core.protocols import Placement
@@ -56,6 +57,7 @@ class Session:
     def carry_out(self, restore: checkpoint.Found | None = None) -> dict[str, Any]:
         """Train from the start, or from a checkpoint, to the end; return the summary."""
         spec, grade = self._look_at_environment()
+        plan = Plan.from_yaml(self.run.plan) if self.run.plan.is_file() else None
         program = build_program(self.experiment, spec, self.code, self.run.path)
         with ExitStack() as stack:
             sinks = [stack.enter_context(_closing(sink)) for sink in [*self._own_sinks(), *self.sinks]]
@@ -71,6 +73,8 @@ class Session:
                 save_model=lambda weights: self._save_model(spec, weights),
             )
             self._announce_start(monitor, grade, restore)
+            if plan is not None:
+                monitor.announce({"event": "planned", "text": plan.line()})
             self.run.begun = True
             with self._interrupts.handled(monitor):
                 reason = monitor.run()
@@ -79,6 +83,7 @@ class Session:
                     reason = "interrupt"
             summary = summarise(self.experiment, monitor.standing, reason, monitor.counts(), returns)
             summary |= {"resume_grade": grade, "device": learner_device(self.experiment, spec), "accel": monitor.accel}
+            summary |= {"plan": None if plan is None else plan.in_short()}
             self.run.write_summary(summary)
             monitor.announce({"event": "stopped" if reason == "interrupt" else "finished", "reason": reason})
         return summary

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-import zlib
 
 import numpy as np
 import pytest
@@ -114,7 +113,19 @@ def test_transfer_is_exact_for_buffers_of_every_type() -> None:
     target.normed.num_batches_tracked.add_(2**40)
     a.copy_from(b)
     assert source.normed.num_batches_tracked == 2**40 + 1
-    assert checksum(a.to_numpy()) == checksum(b.to_numpy()) == zlib.crc32(a.to_numpy().tobytes())
+    assert checksum(a.to_numpy()) == checksum(b.to_numpy())
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 64, 1001])
+def test_the_checksum_is_the_sum_of_64_bit_words_and_sees_every_changed_word(length: int) -> None:
+    flat = np.random.default_rng(length).standard_normal(length).astype(np.float32)
+    raw = flat.tobytes()
+    whole = sum(int.from_bytes(raw[at : at + 8], "little") for at in range(0, len(raw), 8))
+    assert checksum(flat) == whole % 2**64 % 2**63
+    for at in range(0, length, max(length // 7, 1)):
+        torn = flat.copy()
+        torn[at] += 1.0
+        assert checksum(torn) != checksum(flat)
 
 
 def test_buffers_outside_the_state_stay_where_they_are() -> None:
@@ -230,7 +241,8 @@ def test_any_sizes_travel_bit_by_bit(sizes: list[int], seed: int) -> None:
     assert checksum(target.to_numpy()) == checksum(source.to_numpy())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu() -> None:
     source, target = odd(1), odd(2).cuda()
     a, b = FlatParameters(source), FlatParameters(target)

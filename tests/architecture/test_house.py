@@ -56,7 +56,7 @@ def test_tyro_and_rich_are_named_in_the_command_line_only():
 def test_nothing_a_user_passes_is_unpickled():
     """Pickle moves our own classes between our own processes; no other file names it, and torch.load is never used."""
     users = {str(f.relative_to(SOURCE)) for f in FILES if imported(f) & {"pickle", "cloudpickle", "dill", "joblib"}}
-    assert users <= {"runtime/processes.py", "runtime/ray.py"}
+    assert users <= {"runtime/processes.py", "runtime/ray.py", "envs/nursery.py"}
     dangerous = re.compile(r"(?<!safetensors\.)torch\.(load|save)\(|allow_pickle=True|yaml\.(unsafe_)?load\(")
     assert not [f for f in FILES if dangerous.search(f.read_text())]
 
@@ -87,7 +87,7 @@ def test_every_file_says_what_it_is_for(path):
     assert len(doc.splitlines()[0]) <= 130
 
 
-@pytest.mark.parametrize("name", ["actor", "replay_shard", "learner", "weight_store", "evaluator"])
+@pytest.mark.parametrize("name", ["actor", "replay_shard", "learner", "weight_store", "evaluator", "inference_server"])
 def test_role_files_open_with_what_they_receive_send_and_wait_for(name):
     doc = ast.get_docstring(ast.parse((SOURCE / "roles" / f"{name}.py").read_text())) or ""
     assert all(line in doc for line in ("Receives: ", "Sends: ", "Waits for: "))

@@ -54,7 +54,7 @@ def test_help_of_a_preset_shows_its_values_grouped_by_section(capsys: pytest.Cap
 
 def test_every_flag_of_the_short_help_exists(capsys: pytest.CaptureFixture[str]) -> None:
     listed = {word for line in _COMMON.splitlines() if line.startswith("  --") for word in line.split()[:1]}
-    assert len(listed) == 13
+    assert len(listed) == 14
     page = command(capsys, "train", "cartpole", "--help").out
     assert all(f"  {flag} " in page or f"  {flag}\n" in page for flag in listed - {"--target"})
 

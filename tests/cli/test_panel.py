@@ -25,6 +25,7 @@ METRICS: dict[str, float | str] = {
     "episode_return": 333.33, "env_steps_per_s": 9120.0, "updates_per_s": 2280.0, "policy_lag": 3.2, "loss": 0.0123,
     "epsilon": 0.05, "replay_fill": 0.45, "bottleneck": "learner[0] is busy 97 % of the time",
     "actor.0.busy": 0.5, "actor.0.idle": "limiter", "actor.1.busy": 0.7, "actor.1.idle": "limiter",
+    "actor.0.rate": 4000.0, "actor.1.rate": 5120.0, "learner.0.rate": 2280.0,
     "learner.0.busy": 0.97, "learner.0.idle": "", "evaluator.0.busy": float("nan"),
 }  # fmt: skip
 
@@ -66,13 +67,15 @@ def test_the_panel_tells_everything_a_person_looks_for() -> None:
     assert "\x1b" not in text
 
 
-def test_there_is_one_row_for_each_kind_of_role_with_its_share_and_reason() -> None:
+def test_there_is_one_row_for_each_kind_of_role_with_its_share_speed_and_reason() -> None:
     lines = text_of(full_board()).splitlines()
     (actors,) = [line for line in lines if "actor x2" in line]
     assert "60%" in actors
     assert "limiter" in actors
+    assert "9,120 steps/s" in actors
     (learner,) = [line for line in lines if line.startswith("│ learner ")]
     assert "97%" in learner
+    assert "2,280 updates/s" in learner
     assert not [line for line in lines if "evaluator" in line], "a share that is not known is not shown"
 
 

@@ -21,6 +21,8 @@ from qfleet.core.types import (
     Batch,
     Evaluated,
     Experience,
+    InferenceReply,
+    InferenceRequest,
     Notice,
     Priorities,
     Rollout,
@@ -126,6 +128,8 @@ def messages() -> list[Any]:
         ),
         Priorities(ints(2), ints(2), floats(2)),
         weights,
+        InferenceRequest(2**40, leaves(3), floats(3, 5)),
+        InferenceReply(2**40, version, floats(3, 2)),
         Evaluated(version, 10, rng.random(3), ints(3), 0.5, True, weights),
         Notice("learner", 0, "nan", "the update was skipped"),
     ]  # fmt: skip

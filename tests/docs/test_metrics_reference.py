@@ -27,6 +27,7 @@ Record = dict[str, Any]
         "mountaincar dqn",
         "mountaincar rainbow",
         "mountaincar pqn",
+        "recall r2d2",
         "maze tabular",
         "cartpole dqn",
         "cartpole pqn",

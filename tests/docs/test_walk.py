@@ -56,9 +56,15 @@ def test_each_role_file_of_the_walk_says_what_it_receives_sends_and_waits_for() 
 def test_a_real_run_passes_every_function_of_the_walk(tmp_path: Path) -> None:
     import qfleet.api
 
-    experiment = {"env_steps": 1200, "replay.sampler.kind": "prioritised", "evaluation.episodes": 1}
+    experiment = {
+        "env_steps": 1200,
+        "replay.sampler.kind": "prioritised",
+        "evaluation.episodes": 1,
+        "accel.kernels": "off",
+    }
+    experiment |= {"evaluation.test_episodes": 1, "accel.kernels": "off"}
     with calls() as passed:
-        qfleet.api.train("gym:CartPole-v1", run_dir=tmp_path / "run", **experiment, **{"evaluation.test_episodes": 1})
+        qfleet.api.train("gym:CartPole-v1", run_dir=tmp_path / "run", **experiment)
     functions = {
         (file, name) for file, name in named() if isinstance(definitions(SOURCE / file)[name], ast.FunctionDef)
     }

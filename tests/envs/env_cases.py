@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import gymnasium
@@ -51,6 +52,23 @@ class Counting(gymnasium.Env[Any, Any]):
         allowed = np.ones(3, np.int8)
         allowed[int(self._buffer[1]) % 3] = 0
         return {"action_mask": allowed}
+
+
+class Sleepy(Counting):
+    """Takes its time in an episode whose seed is 7, and in those that follow it."""
+
+    def __init__(self) -> None:
+        super().__init__(longest=100_000)
+        self._slow = False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self._slow = seed == 7 or (seed is None and self._slow)
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self._slow:
+            time.sleep(0.5)
+        return super().step(action)
 
 
 class Faulty(gymnasium.Env[Any, Any]):

@@ -58,8 +58,16 @@ def test_a_fault_names_environment_index_episode_and_step(wrong):
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-@pytest.mark.parametrize("wrong", ["exception", "nan reward", "nan observation", "broadcastable shape", "wrong dtype"])
-@pytest.mark.parametrize("autoreset", ["auto", "same_step"])
+@pytest.mark.parametrize(
+    ("wrong", "autoreset"),
+    [
+        *(
+            (wrong, "auto")
+            for wrong in ("nan reward", "nan observation", "broadcastable shape", "empty mask", "no mask")
+        ),
+        *((wrong, "same_step") for wrong in ("exception", "nan reward", "wrong dtype")),
+    ],
+)
 def test_a_fault_in_another_process_names_the_environment_too(wrong, autoreset):
     config = GymConfig(id="mine", vectorisation="async", autoreset=autoreset)
     with closing(make_env(config, 2, factory=partial(Faulty, wrong))) as env:

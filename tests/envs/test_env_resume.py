@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 
 import gymnasium
 import numpy as np
@@ -18,10 +19,6 @@ from qfleet.core.errors import CheckpointError
 from qfleet.envs import GymConfig, make_env, wrap_vector
 
 
-def masked_counting() -> gymnasium.Env:
-    return Counting(masked=True)
-
-
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**40),
@@ -32,7 +29,7 @@ def masked_counting() -> gymnasium.Env:
 )
 def test_a_cut_anywhere_resumes_to_the_byte(seed, count, cut, stack, masked):
     config = GymConfig(id="counting", frame_stack=stack)
-    factory = masked_counting if masked else Counting
+    factory = partial(Counting, masked=masked)
     actions = np.random.default_rng(seed).integers(0, 3, (cut + 40, count))
     env = make_env(config, count, factory=factory)
     env.reset([seed + index for index in range(count)])
@@ -64,7 +61,7 @@ def test_real_environments_resume_to_the_byte(env_id):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_environments_in_processes_resume_to_the_byte_and_equal_the_loop(masked):
-    factory = masked_counting if masked else Counting
+    factory = partial(Counting, masked=masked)
     actions = np.random.default_rng(0).integers(0, 3, (320, 3))
     logs = []
     for vectorisation in ("async", "sync"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from env_cases import Counting
 from env_streams import transitions
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -191,7 +191,10 @@ def test_rendering_environment_0():
         env.render()
 
 
-def test_async_vector_is_gymnasiums():
-    with closing(make_env(COUNTING.replace(vectorisation="async"), 2, factory=Counting)) as env:
-        assert isinstance(env._env, AsyncVectorEnv)
-        assert env.resume_grade == "exact"
+def test_environments_in_processes_resume_exactly_and_gymnasiums_own_vectors_do_not():
+    grades = {}
+    for autoreset in ("auto", "same_step"):
+        config = COUNTING.replace(vectorisation="async", autoreset=autoreset)
+        with closing(make_env(config, 2, factory=Counting)) as env:
+            grades[autoreset] = env.resume_grade
+    assert grades == {"auto": "exact", "same_step": "episode"}

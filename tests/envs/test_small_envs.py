@@ -14,7 +14,7 @@ from qfleet.envs.small.chain import LEFT, RIGHT, Chain
 from qfleet.envs.small.maze import Maze
 
 
-@pytest.mark.parametrize("name", ["Identity", "Chain", "Catch", "Maze"])
+@pytest.mark.parametrize("name", ["Identity", "Chain", "Catch", "Maze", "Recall"])
 @pytest.mark.filterwarnings("error")
 def test_gymnasium_finds_nothing_wrong(name):
     env = gymnasium.make(f"qfleet/{name}-v0", render_mode="ansi")
@@ -55,6 +55,22 @@ def test_catch_can_always_be_won_by_following_the_ball():
             total, steps = total + reward, steps + 1
         assert (total, steps) == (1.0, 9)
         assert env.render().shape == (160, 80, 3)
+
+
+def test_recall_pays_for_naming_what_was_shown_first():
+    env = gymnasium.make("qfleet/Recall-v0", length=3, cues=3, render_mode="rgb_array")
+    seen = set()
+    for seed in range(30):
+        cue, _ = env.reset(seed=seed)
+        seen.add(cue)
+        shown = [env.step(0) for _ in range(4)]
+        assert [step[0] for step in shown] == [3, 3, 3, 4]
+        assert not any(step[1] or step[2] or step[3] for step in shown)
+        answer = cue if seed % 2 else (cue + 1) % 3
+        _, reward, ended, _, _ = env.step(answer)
+        assert (reward, ended) == (float(seed % 2), True)
+    assert seen == {0, 1, 2}
+    assert env.render().shape == (32, 160, 3)
 
 
 def test_maze_rewards_and_values_are_those_of_the_shortest_path():

@@ -154,6 +154,11 @@ def test_a_plain_line_tells_steps_return_speed_and_eta() -> None:
     )
 
 
+def test_a_plain_line_ends_with_the_bottleneck() -> None:
+    line = progress_line({**METRICS, "bottleneck": "learner 97% busy; actors wait 60%"})
+    assert line == f"{progress_line(METRICS)}  learner 97% busy; actors wait 60%"
+
+
 def test_plain_lines_are_aligned_whatever_is_known() -> None:
     bare = progress_line({})
     large = progress_line({**METRICS, "env_steps": 123_456_789, "env_steps_budget": 200_000_000, "wall_s": 90_000.0})

@@ -103,15 +103,16 @@ def test_a_name_says_what_is_trained():
         "munchausen": {"munchausen"},
         "rainbow": {"head", "double", "dueling", "noisy", "n_step"},
         "beyond": {"head", "munchausen", "dueling", "noisy", "n_step"},
+        "r2d2": {"double", "dueling", "memory", "n_step"},
     }
     dqn = parts["dqn"]
     assert (dqn.double, dqn.dueling, dqn.noisy, dqn.munchausen, dqn.n_step) == (False, False, False, None, 1)
     assert dqn.target == preset("cartpole").agent.target
     prioritised = {algo for algo in ALGORITHMS if apply(preset("cartpole"), algo).replay.sampler.kind == "prioritised"}
-    assert prioritised == {"prioritised", "rainbow", "beyond"}
+    assert prioritised == {"prioritised", "rainbow", "beyond", "r2d2"}
 
 
-@pytest.mark.parametrize("name", ["cartpole", "catch", "maze", "atari:pong"])
+@pytest.mark.parametrize("name", ["cartpole", "catch", "maze", "recall", "atari:pong"])
 def test_a_presets_own_algorithm_changes_nothing(name):
     assert apply(preset(name), preset(name).algo) == preset(name)
 
@@ -132,6 +133,29 @@ def test_beyond_has_its_published_parts():
     )  # fmt: skip
     assert experiment.replay.sampler.alpha == 0.2
     assert experiment.exploration == preset("atari:pong").exploration
+
+
+@pytest.mark.parametrize(("name", "length"), [("cartpole", 20), ("atari:pong", 80)])
+def test_r2d2_learns_from_as_many_steps_as_before(name, length):
+    before, after = preset(name), apply(preset(name), "r2d2")
+    assert after.agent.memory.length == length
+    steps = after.learner.batch_size * length / after.learner.train_period
+    assert steps == before.learner.batch_size / before.learner.train_period
+    assert (after.replay.sampler.alpha, after.replay.sampler.beta_start, after.agent.memory.eta) == (0.9, 0.6, 0.9)
+    published = apply(preset("atari:pong"), "r2d2").agent.memory
+    assert (published.hidden, published.burn_in, published.period) == (512, 40, 40)
+
+
+def test_agents_with_memory_are_pipelines_with_room_for_sequences():
+    experiment = apply(preset("cartpole"), "r2d2")
+    assert not experiment.fused
+    assert preset("cartpole").fused
+    with pytest.raises(ConfigError, match=r"fused.*agent\.memory"):
+        with_changes(experiment, {"topology": "fused"})
+    with pytest.raises(ConfigError, match=r"replay\.capacity 900 is too small"):
+        with_changes(experiment, {"replay.capacity": 900, "learner.learning_starts": 500})
+    with pytest.raises(ConfigError, match="initial 'actor'"):
+        with_changes(experiment, {"replay.sampler.initial": "actor"})
 
 
 def test_an_unknown_algorithm_gets_a_suggestion():

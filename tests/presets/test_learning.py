@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import gymnasium
 import numpy as np
 import pytest
 
 import qfleet.api as api
+from qfleet.observe.record import record_episode
 from qfleet.presets import preset
 from qfleet.presets.algorithms import ALGORITHMS, apply
 
@@ -66,6 +69,35 @@ def test_the_mazes_table_equals_value_iteration(tmp_path):
     learned = api.load(run.dir).q(cells)
     assert np.abs(learned - model.optimal_q(gamma=0.9)[cells]).max() < 1e-3
     assert run.summary["eval"]["mean"] == 0.0
+
+
+def test_r2d2_remembers_what_no_agent_without_memory_can(tmp_path):
+    """The same task and the same number of steps; guessing scores 0.5."""
+    run = api.train("recall", seed=1, run_dir=tmp_path / "r2d2")
+    assert run.summary["eval"]["mean"] >= 0.95
+    steps = run.summary["env_steps"]
+    blind = api.train(apply(preset("recall"), "dqn"), seed=1, run_dir=tmp_path / "dqn", env_steps=steps)
+    assert blind.summary["eval"]["mean"] <= 0.7
+    assert_plays_recall(api.load(run.dir))
+    assert api.evaluate(run.dir, episodes=20, seed=3).mean() >= 0.95
+    if find_spec("PIL"):
+        recording = record_episode(preset("recall").env, api.load(run.dir), tmp_path / "episode.gif", seed=0)
+        assert (recording.score, recording.steps, recording.complete) == (1.0, 12, True)
+
+
+def assert_plays_recall(policy):
+    """Plays side by side, and begins each new episode with a row of zeros in the state."""
+    env = gymnasium.make_vec("qfleet/Recall-v0", num_envs=4, vectorization_mode="sync")
+    observation, _ = env.reset(seed=0)
+    state, scores = policy.initial_state(4), []
+    for _ in range(60):
+        actions, state = policy.act(observation, state)
+        observation, reward, terminated, _, _ = env.step(actions)
+        scores += reward[terminated].tolist()
+        # Gymnasium resets in the step after the last one, and ignores its action.
+        state[observation < 2] = 0
+    assert len(scores) >= 16
+    assert np.mean(scores) >= 0.95
 
 
 def test_pong_runs_on_the_compressed_tier(tmp_path):

@@ -34,6 +34,9 @@ def short(algo: str = "dqn", name: str = "cartpole", env_steps: int = 1200, **ch
         "learner.train_period": 4.0,
         "checkpoint.every": 450,
     }
+    if algo == "r2d2":
+        small |= {"agent.memory": {"hidden": 16, "length": 8, "burn_in": 4, "period": 4}}
+        small |= {"learner.batch_size": 8, "learner.train_period": 16.0}
     return with_changes(apply(pipeline(name), algo), {**small, **changes})
 
 

@@ -45,7 +45,7 @@ def cut_points(name: str, count: int) -> list[int]:
     return [rng.randrange(1, experiment_of(name).env_steps) for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", ["dqn", "rainbow", "pqn", "pong"])
+@pytest.mark.parametrize("name", ["dqn", "rainbow", "r2d2", "pqn", "pong"])
 def test_trap_15_cut_and_resumed_equals_uncut(name, tmp_path):
     for number, cut in enumerate(cut_points(name, 2)):
         assert_cut_equals_uncut(name, cut, tmp_path / str(number))
@@ -53,7 +53,7 @@ def test_trap_15_cut_and_resumed_equals_uncut(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(20))
-@pytest.mark.parametrize("name", ["dqn", "rainbow", "pqn", "pong"])
+@pytest.mark.parametrize("name", ["dqn", "rainbow", "r2d2", "pqn", "pong"])
 def test_cut_and_resumed_equals_uncut_at_20_points(name, number, tmp_path):
     assert_cut_equals_uncut(name, cut_points(name, 20)[number], tmp_path)
 

@@ -37,10 +37,11 @@ def test_dqn_learns_through_the_map(form, tmp_path, monkeypatch, request):
     assert multiprocessing.active_children() == []
 
 
-def test_strict_inline_equals_plain_inline(tmp_path):
+@pytest.mark.parametrize("algo", ["rainbow", "r2d2"])
+def test_strict_inline_equals_plain_inline(algo, tmp_path):
     """No role relies on sharing memory with another: sending every message through the serialiser changes no bit."""
-    plain = api.train(short("rainbow"), seed=2, run_dir=tmp_path / "plain")
-    strict = api.train(short("rainbow"), seed=2, run_dir=tmp_path / "strict", strict=True)
+    plain = api.train(short(algo), seed=2, run_dir=tmp_path / "plain")
+    strict = api.train(short(algo), seed=2, run_dir=tmp_path / "strict", strict=True)
     assert fingerprint(plain) == fingerprint(strict)
 
 

@@ -193,7 +193,8 @@ def test_a_loss_that_stays_nan_ends_the_run_with_its_last_checkpoint(tmp_path, m
 
     monkeypatch.setattr(gradients, "compute_loss", breaking)
     with pytest.raises(QfleetError, match="3 updates in a row were not finite"):
-        qfleet.train(short(env_steps=3000), run_dir=tmp_path / "run")
+        # Hand-written networks have a loss of their own.
+        qfleet.train(short(env_steps=3000, **{"accel.kernels": "off"}), run_dir=tmp_path / "run")
     monkeypatch.undo()
     assert len(read_jsonl(tmp_path / "run" / "events.jsonl")) >= 3
     resumed = qfleet.resume(tmp_path / "run")

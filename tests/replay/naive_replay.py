@@ -127,7 +127,7 @@ class NaiveReplay:
             return None
         if t + length <= last:
             return length
-        if not episode.closed or (self.window and last - t <= self.window.burn_in):
+        if not episode.closed or (self.window and t and last - t <= self.window.burn_in):
             return None
         return last - t
 
@@ -151,7 +151,7 @@ class NaiveReplay:
             "reward": [row.reward for row in rows] + [0.0] * missing,
             "terminated": [row.terminated for row in rows] + [False] * missing,
             "valid": [True] * steps + [False] * missing,
-            "hidden": np.stack([row.extra for row in rows] + [np.zeros_like(rows[0].extra)] * missing),
+            "hidden": rows[0].extra,
             "mask": None if masks[0] is None else np.stack(masks),
         }
 

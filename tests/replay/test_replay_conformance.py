@@ -50,6 +50,13 @@ cases = st.fixed_dictionaries(
 
 
 def build(case: dict[str, Any], sampler: str, storage: str, directory: Path) -> tuple[Replay, NaiveReplay, History]:
+    replay = build_replay(case, sampler, storage, directory)
+    segments = case["streams"] + case["spare"]
+    naive = NaiveReplay(replay.spec, segments, case["segment"], case["n_step"], GAMMA, replay.sequence)
+    return replay, naive, History(replay.spec, case["streams"], case["seed"], case["end"])
+
+
+def build_replay(case: dict[str, Any], sampler: str, storage: str, directory: Path, **more: Any) -> Replay:
     spec = make_spec(case["stack"], case["padding"], case["masked"])
     segments = case["streams"] + case["spare"]
     config = ReplayConfig(
@@ -59,17 +66,16 @@ def build(case: dict[str, Any], sampler: str, storage: str, directory: Path) -> 
     if case["window"]:
         length, burn_in, period = case["window"]
         window = SequenceWindow(length=length, burn_in=min(burn_in, length - 1), period=period)
-    replay = make(config, spec, case, window, directory)
-    naive = NaiveReplay(spec, segments, case["segment"], case["n_step"], GAMMA, window)
-    return replay, naive, History(spec, case["streams"], case["seed"], case["end"])
+    return make(config, spec, case, window, directory, **more)
 
 
 def make(
-    config: ReplayConfig, spec: EnvSpec, case: dict[str, Any], window: SequenceWindow | None, directory: Path
-) -> Replay:
+    config: ReplayConfig, spec: EnvSpec, case: dict[str, Any], window: SequenceWindow | None, directory: Path,
+    **more: Any,
+) -> Replay:  # fmt: skip
     return Replay(
         config, spec, streams=case["streams"], n_step=case["n_step"], gamma=GAMMA, rng=np.random.default_rng(7),
-        sequence=window, extras={"hidden": LeafSpec(shape=(2,), dtype="float32")}, directory=directory,
+        sequence=window, extras={"hidden": LeafSpec(shape=(2,), dtype="float32")}, directory=directory, **more,
     )  # fmt: skip
 
 

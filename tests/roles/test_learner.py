@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 from role_cases import SPEC, Edge, random_batch
 
+from qfleet.accel import choices
+from qfleet.accel.config import AccelConfig
+from qfleet.accel.hardware import Hardware
 from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.optim import AdamConfig
 from qfleet.algo.torsos import MlpConfig
+from qfleet.control.candidates import format_put_back
 from qfleet.core.errors import QfleetError
 from qfleet.core.role import DONE, WORKED, Idle
 from qfleet.core.types import Version
@@ -18,7 +22,7 @@ from qfleet.core.usercode import UserCode
 from qfleet.roles.learner import Learner, LearnerConfig, LearnerHandles, LearnerSetup
 
 
-def make_learner(**settings: object) -> tuple[Learner, dict[str, Edge]]:
+def make_learner(accel: AccelConfig | None = None, **settings: object) -> tuple[Learner, dict[str, Edge]]:
     edges = {
         name: Edge()
         for name in ("batches", "priorities", "weights", "models", "events", "score", "env_steps", "updates")
@@ -38,6 +42,7 @@ def make_learner(**settings: object) -> tuple[Learner, dict[str, Edge]]:
         warm_start=None,
         warm_start_part="all",
         code=UserCode(),
+        accel=accel or AccelConfig(),
     )
     handles = LearnerHandles(**{**edges, "batches": (edges["batches"],)})
     return Learner(setup, handles), edges
@@ -75,7 +80,7 @@ def test_nan_in_a_loss_skips_the_update_and_names_it():
     learner.step()
     assert edges["updates"].count == 0
     assert len(edges["priorities"].queue) == 0
-    assert "update 1" in edges["events"].queue[0].text
+    assert "update 1" in edges["events"].queue[-1].text
     learner.step()
     assert np.array_equal(before, edges["weights"].queue[-1].flat)
     assert learner.metrics()["skipped_updates"] == 1
@@ -136,3 +141,65 @@ def test_a_batch_without_global_size_counts_itself():
     assert np.array_equal(
         with_size.state_dict()["update"]["step"]["weights"], without.state_dict()["update"]["step"]["weights"]
     )
+
+
+def weights_of(learner: Learner) -> np.ndarray:
+    return learner.state_dict()["update"]["step"]["weights"]
+
+
+def test_the_hand_written_network_learns_what_the_eager_one_learns():
+    learners = [make_learner(accel) for accel in (AccelConfig(), AccelConfig(kernels="off"))]
+    start = weights_of(learners[0][0])
+    said = [edges["events"].queue[0].text for _, edges in learners]
+    assert [text.split(" (")[0] for text in said] == ["cpu: fp32, hand-written small network", "cpu: fp32, eager"]
+    for learner, edges in learners:
+        rng = np.random.default_rng(3)
+        for _ in range(20):
+            edges["batches"].send(random_batch(rng))
+            learner.step()
+    ours, eager = (weights_of(learner) for learner, _ in learners)
+    assert np.abs(ours - eager).max() < 1e-3 * np.abs(eager - start).max()
+
+
+def test_a_learner_resumed_with_other_settings_says_that_its_numbers_differ():
+    saved = make_learner()[0].state_dict()
+    for accel, kinds in ((None, ["accel"]), (AccelConfig(kernels="off"), ["accel", "accel_changed"])):
+        learner, edges = make_learner(accel)
+        learner.load_state_dict(saved)
+        assert [notice.kind for notice in edges["events"].queue] == kinds
+    before, edges = make_learner(AccelConfig(kernels="off"))
+    before.load_state_dict({name: part for name, part in saved.items() if name != "settings"})
+    assert [notice.kind for notice in edges["events"].queue] == ["accel"]
+
+
+@pytest.fixture
+def float16(monkeypatch):
+    """A learner that takes this CPU for a GPU, with a loss scale that does not fit."""
+    monkeypatch.setattr(choices, "look", lambda device: Hardware("cuda", "some GPU", (9, 0)))
+    with format_put_back():
+        learner, edges = make_learner(AccelConfig(precision="fp16", kernels="off"))
+        learner._choices.scale.value.fill_(2.0**24)
+        yield learner, edges
+
+
+def test_skips_for_which_the_loss_scale_is_to_blame_do_not_stop_the_run(float16):
+    learner, edges = float16
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        edges["batches"].send(random_batch(rng))
+        learner.step()
+    skipped = learner.metrics()["skipped_updates"]
+    assert skipped > 3  # as many as would stop it
+    assert learner.metrics()["updates"] == edges["updates"].count == 20 - skipped
+    assert len(edges["priorities"].queue) == 20 - skipped
+
+
+def test_in_float16_too_updates_that_are_not_a_number_stop_the_run(float16):
+    learner, edges = float16
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        edges["batches"].send(random_batch(rng, reward=np.nan))
+    learner.step()
+    learner.step()
+    with pytest.raises(QfleetError, match="3 updates in a row were not finite"):
+        learner.step()

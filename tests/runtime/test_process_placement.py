@@ -161,10 +161,15 @@ def test_class_of_the_main_module_is_refused_with_the_remedy(monkeypatch: pytest
     assert own_folders(os.getpid()) == []
 
 
-def test_capacity_that_tokens_could_not_hold_is_refused() -> None:
-    with pytest.raises(ConfigError, match="stream 'first': a capacity of 1000"):
-        ProcessPlacement(pipeline(1, capacity=1000))
+def test_capacity_of_none_is_refused_and_a_large_one_works() -> None:
+    with pytest.raises(ConfigError, match="stream 'first': a capacity of 0"):
+        ProcessPlacement(pipeline(1, capacity=0))
     assert own_folders(os.getpid()) == []
+    placement = ProcessPlacement(pipeline(1500, capacity=1000))
+    try:
+        wait_until(lambda: bool(placement.advance() or placement.done), "all messages come through")
+    finally:
+        placement.close()
 
 
 SCRIPT = """
@@ -231,7 +236,7 @@ def test_full_shared_memory_is_an_error_not_a_crash(tmp_path: Path, monkeypatch:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(memory.os, "posix_fallocate", full)
-    with pytest.raises(QfleetError, match="shared memory is full"):
+    with pytest.raises(QfleetError, match=r"shared memory is too small: a file takes 1\.0 MB"):
         memory.create(tmp_path / "slot", 1 << 20)
     assert not (tmp_path / "slot").exists()
 

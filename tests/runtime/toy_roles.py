@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
+import subprocess
+import sys
 import time
 import zlib
 from dataclasses import dataclass
@@ -12,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qfleet.core.protocols import Counter, Publisher, Receiver, Sender, Subscriber
+from qfleet.core.protocols import Counter, Keep, Publisher, Receiver, Sender, Subscriber
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.types import Priorities, Version, Weights
 from qfleet.parallel.gradsync import GradientGroup
@@ -53,6 +56,7 @@ class Handles:
     publisher: Publisher[Any] | None = None
     subscriber: Subscriber[Any] | None = None
     counter: Counter | None = None
+    keep: Keep | None = None
 
 
 class Toy(Role):
@@ -226,6 +230,96 @@ class Rank(Toy):
         assert total.item() == self.settings.ranks
         self.position += 1
         return WORKED
+
+
+class Kept(Toy):
+    """Has a position that survives its death, and whatever else its settings say."""
+
+    def __init__(self, settings: Settings, handles: Handles) -> None:
+        super().__init__(settings, handles)
+        assert handles.keep is not None
+        self.keep = handles.keep
+        self.position = (self.keep.committed() or {"position": 0})["position"]
+        self.again = 0
+        if settings.fault == "build" and self.keep.life == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if settings.fault == "children":
+            helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            self.keep.array("helpers", (8,), np.int64)[self.keep.life] = helper.pid
+
+    def metrics(self) -> dict[str, float]:
+        helpers = self.keep.array("helpers", (8,), np.int64)
+        return {**super().metrics(), "life": self.keep.life, "again": self.again} | {
+            f"helper{life}": float(pid) for life, pid in enumerate(helpers)
+        }
+
+    def moved(self) -> None:
+        self.position += 1
+        self.keep.commit({"position": self.position})
+
+    def state_dict(self) -> State:
+        if self.settings.fault == "save" and self.keep.life == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        if self.settings.fault == "restore" and self.keep.life == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().load_state_dict(state)
+        self.keep.commit(state)
+
+
+class KeptProducer(Kept):
+    """Sends numbered messages; one that it sent and did not note before it died is sent again."""
+
+    kind = "kept_producer"
+
+    def step(self) -> Status:
+        outlet = self.handles.outlet
+        assert outlet is not None
+        if self.position == self.settings.count:
+            outlet.close()
+            return DONE
+        if not outlet.ready():
+            return Idle("room", (outlet,))
+        outlet.send(item(self.position, self.settings.size))
+        self.moved()
+        return Idle("pace", deadline=self.settings.pace_s) if self.settings.pace_s else WORKED
+
+
+class KeptConsumer(Kept):
+    """Notes each message once, drops what comes again, and fails when one is missing."""
+
+    kind = "kept_consumer"
+
+    def step(self) -> Status:
+        inlet = self.handles.inlet
+        assert inlet is not None
+        message = inlet.receive()
+        if message is None:
+            return DONE if inlet.exhausted() else Idle("input", (inlet,))
+        number = int(message.index[0])
+        np.testing.assert_array_equal(message.priority, item(number, self.settings.size).priority)
+        assert number <= self.position, f"{number} came and {self.position} did not"
+        if number < self.position:
+            self.again += 1
+        else:
+            self.moved()
+        return WORKED
+
+
+def kept_pipeline(count: int, *, pace_s: float = 0.0, producer_fault: str = "", consumer_fault: str = "") -> Graph:
+    """Return producer -> consumer, both with a keep."""
+    graph = Graph()
+    outlet, inlet = graph.stream("only", 3, views=True)
+    settings = Settings(count=count, size=100, pace_s=pace_s)
+    producer, consumer = (
+        dataclasses.replace(settings, fault=producer_fault),
+        dataclasses.replace(settings, fault=consumer_fault),
+    )
+    graph.add(KeptProducer, producer, Handles(outlet=outlet, keep=graph.keep("producer")))
+    graph.add(KeptConsumer, consumer, Handles(inlet=inlet, keep=graph.keep("consumer")))
+    return graph
 
 
 def pipeline(count: int, capacity: int = 4, *, size: int = 8, growth: int = 0, pace_s: float = 0.0) -> Graph:

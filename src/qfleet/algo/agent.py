@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from qfleet.algo.heads import CategoricalConfig, HeadConfig, ScalarConfig
+from qfleet.algo.recurrent import MemoryConfig
 from qfleet.core.config import Config
 
 
@@ -57,6 +58,8 @@ class ReplayAgent(Config):
     """Choose the next action by the online network and value it by the target network."""
     munchausen: MunchausenConfig | None = None
     """Soft targets in place of the maximum; None for the maximum."""
+    memory: MemoryConfig | None = None
+    """A recurrent network that learns from sequences; None for one that sees the present observation only."""
     gamma: float = Field(default=0.99, ge=0, le=1)
     """Discount of one step."""
     n_step: int = Field(default=1, ge=1)
@@ -76,6 +79,8 @@ class ReplayAgent(Config):
             raise ValueError("munchausen is not defined for the categorical head; use scalar or a quantile head")
         if self.loss == "mse" and not isinstance(self.head, ScalarConfig):
             raise ValueError(f"loss 'mse' fits the scalar head only; the {self.head.kind} head has its own loss")
+        if self.memory is not None and (self.munchausen is not None or not isinstance(self.head, ScalarConfig)):
+            raise ValueError("memory (R2D2) is defined for the scalar head without munchausen")
         return self
 
 

@@ -22,6 +22,7 @@ from qfleet.algo.heads import (
     TableHead,
 )
 from qfleet.algo.layers import Dropout, NoisyLinear
+from qfleet.algo.recurrent import Memory, unscaled
 from qfleet.algo.torsos import CategoryIndex, DeepConfig, NetworkConfig, TabularConfig, Torso, TorsoFactory
 from qfleet.core.errors import ConfigError
 from qfleet.core.seeding import sequence, torch_stream
@@ -43,6 +44,7 @@ class QNetwork(nn.Module):
         super().__init__()
         self.torso: Torso | CategoryIndex
         self.head: Head
+        self.memory: Memory | None = None
         if isinstance(config, TabularConfig) != isinstance(agent, TabularAgent):
             raise ConfigError(
                 f"agent '{agent.kind}' and network '{config.kind}' do not fit:"
@@ -53,7 +55,11 @@ class QNetwork(nn.Module):
             self.head = TableHead(self.torso.features, spec.actions, config.initial)
         else:
             self.torso = Torso(config, spec, custom)
-            self.head = _build_head(config, agent, self.torso.features, spec.actions)
+            features = self.torso.features
+            if isinstance(agent, ReplayAgent) and agent.memory is not None:
+                self.memory = Memory(agent.memory, features, spec.actions)
+                features = self.memory.features
+            self.head = _build_head(config, agent, features, spec.actions)
         self.generator = torch.Generator()
         self._noisy = [module for module in self.modules() if isinstance(module, NoisyLinear)]
         self._dropouts = [module for module in self.modules() if isinstance(module, Dropout)]
@@ -63,6 +69,8 @@ class QNetwork(nn.Module):
 
         Fractions `taus` [B, N] are for implicit quantiles only, which use evenly spaced ones without them.
         """
+        if self.memory is not None:
+            raise TypeError("a network with memory needs its state: call recall() or unroll()")
         features = self.torso(observation)
         output = self.head(features) if taus is None else self.head(features, taus)
         return cast(Tensor, output).float()  # computed in fewer bits where the learner says so
@@ -82,12 +90,57 @@ class QNetwork(nn.Module):
         return values
 
     @property
+    def recurrent(self) -> bool:
+        """Whether values depend on what was seen before, so that `recall` and `unroll` take the place of `q`."""
+        return self.memory is not None
+
+    def initial_state(self, count: int) -> Tensor:
+        """Return the memory [count, S] of episodes that begin: zeros; S is 0 for networks without memory.
+
+        It holds the LSTM's state [2 H] and the last action, counted from 1.
+        """
+        return torch.zeros(count, 0 if self.memory is None else 2 * self.memory.features + 1)
+
+    def recall(self, observation: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values [E, A] of one tick, and the memory [E, S] after it, whose last action is still to be set.
+
+        The values are returns in the reward's own unit.
+        """
+        assert self.memory is not None
+        hidden, last_action = state[:, :-1], state[:, -1]
+        hidden = self.memory.tick(self.torso(observation), last_action.long(), hidden)
+        values = self.head.expectation(self.head(hidden[:, : self.memory.features]).float())
+        return unscaled(values), torch.cat([hidden, torch.zeros_like(last_action).unsqueeze(1)], dim=1)
+
+    def unroll(
+        self, observation: dict[str, Tensor], last_action: Tensor, hidden: Tensor, burn_in: int, warm: Tensor
+    ) -> Tensor:
+        """Return the rescaled values [B, T, A] of sequences: leaves [B, T, ...], actions [B, T], LSTM states [B, 2 H].
+
+        No gradient flows from later steps into the first `burn_in` ones, but where `warm` [B] says that there is
+        nothing to burn in.
+        """
+        assert self.memory is not None
+        flat = {name: leaf.flatten(0, 1) for name, leaf in observation.items()}
+        features = self.torso(flat).unflatten(0, last_action.shape)
+        outputs = []
+        if burn_in:
+            output, hidden = self.memory(features[:, :burn_in], last_action[:, :burn_in], hidden)
+            outputs.append(output)
+            hidden = torch.where(warm.unsqueeze(1), hidden, hidden.detach())
+        output, _ = self.memory(features[:, burn_in:], last_action[:, burn_in:], hidden)
+        values: Tensor = self.head(torch.cat([*outputs, output], dim=1))
+        return values.float()
+
+    @property
     def has_dropout(self) -> bool:
         """Whether some layer drops a part of its inputs while learning."""
         return bool(self._dropouts)
 
     def observe(self, observation: dict[str, Tensor]) -> None:
-        """Let running input statistics take in a batch of raw leaves [B, ...]."""
+        """Let running input statistics take in a batch of raw leaves: [B, ...], or [B, T, ...] with memory."""
+        if self.recurrent:
+            observation = {name: leaf.flatten(0, 1) for name, leaf in observation.items()}
         if isinstance(self.torso, Torso):
             self.torso.inputs.observe(observation)
 

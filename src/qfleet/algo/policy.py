@@ -10,7 +10,6 @@ import torch
 
 from qfleet.algo.batch import leaves_to_tensors
 from qfleet.algo.networks import QNetwork
-from qfleet.algo.targets import allow
 from qfleet.core.spec import PLAIN, EnvSpec, LeafSpec
 from qfleet.core.types import Array, Bools, Floats, Leaves
 
@@ -28,38 +27,61 @@ class Policy:
         self.network, self.spec = network.eval(), spec
         self._device = next(network.parameters()).device
 
-    def initial_state(self, count: int) -> tuple[()]:
-        """Return the memory of `count` agents before their first observation: none for feed-forward networks."""
-        return ()
+    def initial_state(self, count: int) -> Any:
+        """Return the memory of `count` agents before their first observation; () for networks without memory.
 
-    def act(self, observations: Any, state: tuple[()] | None = None, mask: Any = None) -> Any:
+        It is an array [count, S] of zeros: set an agent's row to 0 when a new episode begins for it.
+        """
+        return self.network.initial_state(count).numpy() if self.network.recurrent else ()
+
+    def act(self, observations: Any, state: Any = None, mask: Any = None) -> Any:
         """Return the best actions, as the environment takes them: [B], or [B, parts] for MultiDiscrete.
 
         The mask [B, A] tells allowed joint actions; an environment with masks needs it, unless its Dict observation
-        carries it as "action_mask". With a state, return (actions, next state).
+        carries it as "action_mask". With a state, return (actions, next state); agents with memory need one.
         """
         leaves, allowed, single = self._read(observations, mask)
         if self.spec.masked and allowed is None:
             raise ValueError(f"{self.spec.name} restricts its actions: pass mask=, with the shape (batch, actions)")
-        action = self._values(leaves, allowed).argmax(1)
-        if self.spec.action_shape:
-            action = np.stack(np.unravel_index(action, self.spec.action_shape), axis=1)
+        values, following = self._values(leaves, state)
+        joint = (values if allowed is None else np.where(allowed, values, -np.inf)).argmax(1)
+        if self.network.recurrent:
+            following[:, -1] = joint + 1
+        action = np.stack(np.unravel_index(joint, self.spec.action_shape), axis=1) if self.spec.action_shape else joint
         action = action + self.spec.action_start
         if single:
             action = action[0]
-        return action if state is None else (action, state)
+        return action if state is None else (action, following)
 
-    def q(self, observations: Any) -> Floats:
+    def q(self, observations: Any, state: Any = None) -> Floats:
         """Return the values [B, A] of all joint actions, or [A] for a single observation."""
         leaves, _, single = self._read(observations, None)
-        values = self._values(leaves, None)
+        values, _ = self._values(leaves, state)
         return values[0] if single else values
 
-    def _values(self, leaves: Leaves, mask: Bools | None) -> Floats:
+    def _values(self, leaves: Leaves, state: Any) -> tuple[Floats, Any]:
+        """Return the values [B, A], and for a network with memory what it remembers then."""
         with torch.inference_mode():
-            q = self.network.q(leaves_to_tensors(leaves, self._device))
-            q = allow(q, None if mask is None else torch.from_numpy(mask).to(self._device))
-            return np.asarray(q.cpu().numpy(), np.float32)
+            tensors = leaves_to_tensors(leaves, self._device)
+            if not self.network.recurrent:
+                return _numbers(self.network.q(tensors)), state
+            before = self._as_state(state, len(next(iter(leaves.values()))))
+            q, after = self.network.recall(tensors, torch.from_numpy(before).to(self._device))
+            return _numbers(q), _numbers(after)
+
+    def _as_state(self, state: Any, size: int) -> Floats:
+        if state is None:
+            raise ValueError(
+                "this agent has a memory: pass state=policy.initial_state(n) at the start of an episode, and then the"
+                " state that act() returned with the actions"
+            )
+        array = np.array(state, np.float32)
+        expected = tuple(self.network.initial_state(size).shape)
+        if array.shape != expected:
+            raise ValueError(
+                f"the state must have the shape {expected}, as initial_state({size}) has, not {array.shape}"
+            )
+        return array
 
     def _read(self, observations: Any, mask: Any) -> tuple[Leaves, Bools | None, bool]:
         """Return batched leaves, the batched mask, and whether the observation came without a batch axis."""
@@ -86,6 +108,10 @@ class Policy:
         if not allowed.any(axis=1).all():
             raise ValueError(f"the mask of observation {np.flatnonzero(~allowed.any(axis=1))[0]} allows no action")
         return allowed
+
+
+def _numbers(tensor: torch.Tensor) -> Floats:
+    return np.array(tensor.cpu().numpy(), np.float32)
 
 
 def _flatten(observations: Any, known: Container[str], prefix: str = "") -> dict[str, Any]:

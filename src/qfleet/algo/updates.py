@@ -23,7 +23,7 @@ from qfleet.algo.gradients import EagerGradient, GradientFactory
 from qfleet.algo.heads import TableHead
 from qfleet.algo.networks import QNetwork
 from qfleet.algo.optim import OptimConfig
-from qfleet.algo.rollouts import RolloutTensors, final_lookup, rollout_tensors
+from qfleet.algo.rollouts import GathersRows, RolloutTensors, final_lookup, rollout_tensors
 from qfleet.algo.steps import GradientHook, GradientStep, Step, StepFactory
 from qfleet.algo.tabular import q_learning
 from qfleet.core.spec import PLAIN
@@ -81,7 +81,7 @@ class Update(Protocol):
         """How large the next step is; the fraction of the error for a table."""
 
     def __call__(self, message: Any) -> UpdateResult:
-        """Learn from one Batch (replay agents) or Rollout (rollout and tabular agents)."""
+        """Learn from one Batch (SequenceBatch with memory) of a replay agent, or Rollout of the others."""
 
     def score(self, value: float) -> None:
         """Tell the learning rate the mean return of one evaluation."""
@@ -107,6 +107,10 @@ def build_update(
     if isinstance(agent, TabularAgent):
         return TabularUpdate(agent, online)
     step = (stepper or GradientStep)(online, optim, total_updates, gradient_hook)
+    if isinstance(agent, ReplayAgent) and agent.memory is not None:
+        from qfleet.algo.sequence_updates import SequenceUpdate  # which builds on this file
+
+        return SequenceUpdate(agent, online, step, generator)
     if isinstance(agent, ReplayAgent):
         return ReplayUpdate(agent, online, step, generator, gradient)
     return RolloutUpdate(agent, online, step, generator, gradient)
@@ -220,6 +224,7 @@ class RolloutUpdate(DeepUpdate):
         super().__init__(online, step, generator)
         self._agent = agent
         self._gradient = gradient(agent, self.flat, online, None)
+        self._minibatch = self._gradient.regression_of if isinstance(self._gradient, GathersRows) else self._of_copies
 
     def __call__(self, message: Rollout) -> UpdateResult:
         """Learn from one rollout; ticks that only reset an environment are left out."""
@@ -244,7 +249,7 @@ class RolloutUpdate(DeepUpdate):
         means = {name: torch.stack(items).mean() for name, items in metrics.items()}
         return UpdateResult(made, skipped=total - made, metrics=means)
 
-    def _minibatch(self, data: RolloutTensors, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_copies(self, data: RolloutTensors, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the gradient of the samples with the numbers `chosen`; return their mean error and mean value."""
         return self._gradient.regression(
             {name: leaf.index_select(0, chosen) for name, leaf in data.observation.items()},

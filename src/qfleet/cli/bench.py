@@ -21,9 +21,9 @@ USAGE = "qfleet bench SUITE [--peers DIR] [--seeds K] [--first-seed N] [--json F
 class BenchOptions(Config):
     """Flags of `bench`."""
 
-    suite: Literal["all", "solve", "replay", "learner", "envs", "fused", "start"]
+    suite: Literal["all", "solve", "replay", "learner", "envs", "fused", "pipeline", "inference", "stragglers", "start"]
     """What to measure: solve (CartPole to 475), replay (cycles, memory), learner (updates), envs (tensor-native games),
-    fused (whole loops), start (import, host loop), or all."""
+    fused (whole loops), pipeline (edges between processes), start (import, host loop), or all."""
     peers: Path | None = None
     """Environment with the peers, made by benchmarks/peers/setup.sh; without it only our figures are measured."""
     seeds: int = Field(10, gt=0)
@@ -40,11 +40,17 @@ def run(words: Sequence[str]) -> int:
     """Carry out the command."""
     if wants_help(words):
         options = [setting for setting in settings_of(BenchOptions, {}) if setting.name != "suite"]
-        print(help_page(USAGE, "Measure a suite: all, solve, replay, learner, envs, fused or start.", options))
+        print(
+            help_page(
+                USAGE,
+                "Measure a suite: all, solve, replay, learner, envs, fused, pipeline, inference, stragglers or start.",
+                options,
+            )
+        )
         return 0
     given = parse_options(BenchOptions, words, "suite", USAGE)
 
-    from qfleet.bench import envs, fused, learner, replay, solve, start
+    from qfleet.bench import envs, fused, inference, learner, pipeline, replay, solve, start, stragglers
     from qfleet.bench.table import Row, markdown, plain
 
     suites: dict[str, Callable[[], list[Row]]] = {
@@ -52,6 +58,9 @@ def run(words: Sequence[str]) -> int:
         "envs": envs.measure,
         "learner": learner.measure,
         "fused": fused.measure,
+        "pipeline": pipeline.measure,
+        "inference": inference.measure,
+        "stragglers": stragglers.measure,
         "replay": lambda: replay.measure(given.peers),
         "solve": lambda: solve.measure(given.peers, range(given.first_seed, given.first_seed + given.seeds)),
     }

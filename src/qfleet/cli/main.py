@@ -17,6 +17,7 @@ VERBS = {
     "eval": "play with a run's kept model, on fresh seeds",
     "compare": "show runs side by side: a table and learning curves",
     "presets": "list the ready experiments and algorithms",
+    "plan": "show how a run's roles are best arranged on this machine, and why",
     "probe": "find the fastest settings of a run on this machine and keep them",
     "bench": "measure speed, beside other libraries where they are installed",
     "doctor": "show what this machine and installation can do",

@@ -30,6 +30,8 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _FIXED_ROWS = 15
 """Rows that a panel with five kinds of roles has besides its events."""
 _BAR = "cyan"
+_UNITS = {"actor": "steps/s", "learner": "updates/s"}
+"""What the speed of a kind of role is counted in."""
 
 
 def make_console_sink(quiet: bool) -> Sink:
@@ -244,8 +246,9 @@ def _pairs(pairs: Iterator[tuple[str, str]] | Sequence[tuple[str, str]], tail: s
 
 
 def _roles(metrics: Metrics) -> Table | None:
-    """Return one row for each kind of role: how many, how busy on average, and what idle ones wait for most."""
+    """Return one row for each kind of role: how many, how busy, how fast, and what idle ones wait for most."""
     busy: dict[str, list[float]] = {}
+    speed: dict[str, float] = {}
     idle: dict[str, Counter[str]] = {}
     for key, value in metrics.items():
         kind, _, rest = key.partition(".")
@@ -254,6 +257,8 @@ def _roles(metrics: Metrics) -> Table | None:
             continue
         if what == "busy" and (share := known(metrics, key)) is not None:
             busy.setdefault(kind, []).append(share)
+        elif what == "rate":
+            speed[kind] = speed.get(kind, 0.0) + (known(metrics, key) or 0.0)
         elif what == "idle" and value:
             idle.setdefault(kind, Counter())[str(value)] += 1
     if not busy:
@@ -262,13 +267,15 @@ def _roles(metrics: Metrics) -> Table | None:
     table.add_column(no_wrap=True)
     table.add_column(width=12)
     table.add_column(width=5, justify="right")
+    table.add_column(no_wrap=True)
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis", style="dim")
     for kind, shares in busy.items():
         share = sum(shares) / len(shares)
         name = f"{kind} x{len(shares)}" if len(shares) > 1 else kind
         reasons = idle.get(kind, Counter()).most_common(1)
         bar = ProgressBar(total=1.0, completed=min(1.0, max(0.0, share)), complete_style=_BAR)
-        table.add_row(name, bar, f"{share:.0%}", one_line(reasons[0][0]) if reasons else "")
+        fast = f"{rate(speed[kind])} {_UNITS[kind]}" if kind in speed else ""
+        table.add_row(name, bar, f"{share:.0%}", fast, one_line(reasons[0][0]) if reasons else "")
     return table
 
 

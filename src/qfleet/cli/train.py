@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from qfleet.cli.errors import crash_file_in
-from qfleet.cli.flags import Given, build_options, read_option, split_words, wants_help
+from qfleet.cli.flags import Given, own_options, split_words, wants_help
 from qfleet.cli.helptext import help_page
 from qfleet.cli.settings import settings_of
 from qfleet.core.config import Config
@@ -33,7 +33,8 @@ PRESET is a name that `qfleet presets` lists, `gym:ID` for a registered environm
   --topology KIND          auto, pipeline or fused
   --placement WHERE        inline (this process), processes (this machine) or ray (a cluster)
   --address RAY            the Ray cluster to join
-  --actors N               how many actors play
+  --actors N               how many actors play, or auto
+  --plan PLAN              auto: measure this machine and arrange the roles (the default of processes); or a saved plan
   --learners N             how many learners share each update
   --device DEVICE          cpu, cuda or auto
   --quiet                  no progress, no result on the terminal
@@ -53,6 +54,8 @@ class TrainOptions(Config):
     """Where the run's files go; by default a new directory under runs/."""
     algo: str | None = None
     """Change the preset to another algorithm; `qfleet presets` lists them."""
+    plan: str | None = None
+    """auto, or the file of a plan that `qfleet plan --save` wrote; auto is the default of --placement processes."""
     quiet: bool = False
     """Show neither progress nor result."""
 
@@ -65,32 +68,29 @@ def run(words: Sequence[str]) -> int:
         return 0
     if len(loose) != 1:
         raise _wrong_words(loose, given)
-    options, rest = _options(given)
-    experiment = _preset(loose[0], options.algo)
+    options, rest = own_options(TrainOptions, given, USAGE)
+    experiment = named_experiment(loose[0], options.algo)
     if wants_help(words):
         print(_help(experiment, loose[0]))
         return 0
 
     from qfleet.cli.overrides import override
 
+    rest, automatic = without_auto(rest)
     experiment, changes = override(experiment, rest, own=list(TrainOptions.model_fields))
+    if options.plan is None and (automatic or (experiment.placement == "processes" and "actors" not in changes)):
+        options = options.replace(plan="auto")
     if options.seeds > 1:
         return _train_seeds(experiment, options, changes)
     from qfleet import api
 
-    return _train_one(experiment, options.run_dir or api.default_run_dir(experiment), options.quiet, changes)[0]
+    return _train_one(experiment, options.run_dir or api.default_run_dir(experiment), options, changes)[0]
 
 
-def _options(given: Sequence[Given]) -> tuple[TrainOptions, list[Given]]:
-    """Return the options of the verb itself, and the other flags."""
-    settings = {setting.name: setting for setting in settings_of(TrainOptions, {})}
-    values: dict[str, Any] = {}
-    for flag in given:
-        if flag.name in settings:
-            values[flag.name], rest = read_option(settings[flag.name], flag)
-            if rest:
-                raise ConfigError(f"unexpected '{rest[0]}' after '{flag.flag}'; usage: {USAGE}")
-    return build_options(TrainOptions, values), [flag for flag in given if flag.name not in settings]
+def without_auto(given: Sequence[Given]) -> tuple[list[Given], bool]:
+    """Return the flags but for `--actors auto`, which is no number, and whether it was there."""
+    rest = [flag for flag in given if (flag.name, flag.texts) != ("actors", ("auto",))]
+    return rest, len(rest) < len(given)
 
 
 def _wrong_words(loose: Sequence[str], given: Sequence[Given]) -> ConfigError:
@@ -100,7 +100,8 @@ def _wrong_words(loose: Sequence[str], given: Sequence[Given]) -> ConfigError:
     return ConfigError(f"PRESET is missing: name it {where}, as in: qfleet train cartpole --seed 1")
 
 
-def _preset(name: str, algo: str | None) -> Experiment:
+def named_experiment(name: str, algo: str | None) -> Experiment:
+    """Return a preset, with another algorithm if one is named."""
     from qfleet.presets import algorithms, preset
 
     experiment = preset(name)
@@ -116,7 +117,7 @@ def _help(experiment: Experiment, name: str) -> str:
 
 
 def _train_one(
-    experiment: Experiment, run_dir: Path, quiet: bool, changes: dict[str, Any]
+    experiment: Experiment, run_dir: Path, options: TrainOptions, changes: dict[str, Any]
 ) -> tuple[int, dict[str, Any]]:
     """Train one seed; returns the exit code and the run's summary."""
     from qfleet import api
@@ -124,8 +125,9 @@ def _train_one(
     from qfleet.cli.results import exit_code, show_run
 
     with crash_file_in(run_dir):
-        finished = api.train(experiment, run_dir=run_dir, sinks=[make_console_sink(quiet)])
-    show_run(finished.summary, finished.dir, quiet)
+        sinks = [make_console_sink(options.quiet)]
+        finished = api.train(experiment, run_dir=run_dir, plan=options.plan, fixed=changes, sinks=sinks)
+    show_run(finished.summary, finished.dir, options.quiet)
     return exit_code(finished.summary, "evaluation.target" in changes), finished.summary
 
 
@@ -143,7 +145,7 @@ def _train_seeds(experiment: Experiment, options: TrainOptions, changes: dict[st
         raise ConfigError(f"{taken[0]} already holds a run: choose another directory by --run-dir")
     codes, summaries = [], []
     for one in experiments:
-        code, summary = _train_one(one, top / f"seed-{one.seed}", options.quiet, changes)
+        code, summary = _train_one(one, top / f"seed-{one.seed}", options, changes)
         if code == 130:
             return code
         codes.append(code)

@@ -5,6 +5,7 @@ It is the same for every placement: all it sees is reports, events and two count
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from qfleet.control.balancer import Balancer
 from qfleet.control.progress import Progress
+from qfleet.control.resources import usable_cores
 from qfleet.core.protocols import Placement
 from qfleet.core.statistics import iqm, mean_ci95
 from qfleet.core.types import Evaluated, Notice, Weights
@@ -72,6 +75,8 @@ class Monitor:
 
     def __post_init__(self) -> None:
         self._progress = Progress(self.experiment, time.perf_counter)
+        watched = self.experiment.balance == "on" and self.experiment.placement != "inline"
+        self._balancer = Balancer(usable_cores()) if watched else None
         self._checkpointed = self.handles.env_steps.total() // self.experiment.checkpoint.every
         self._checkpointed_at = time.perf_counter()
         self._earlier_s = self.standing.training_s
@@ -92,6 +97,7 @@ class Monitor:
             self._moved = True
             self._observe()
         reason = self.stopping or "budget"
+        self._tell_incidents()
         self._record()
         if self._moved:
             self._checkpoint()
@@ -136,6 +142,8 @@ class Monitor:
                     self._evaluated(message)
                 else:
                     self._noticed(message)
+        self._tell_incidents()
+        self._balance()
         if self._progress.due(self.experiment.track.every_s):
             self._record()
         if self.callbacks.on_step is not None:
@@ -202,6 +210,22 @@ class Monitor:
         self.announce(
             {"event": "notice", "role": notice.role, "index": notice.index, "kind": notice.kind, "text": notice.text}
         )
+
+    def _tell_incidents(self) -> None:
+        """Tell of deaths that the run survived, and of what its supervisor noticed."""
+        for incident in self.placement.incidents():
+            if isinstance(incident, Notice):
+                self._noticed(incident)
+            else:
+                self.announce({"event": "restart", **dataclasses.asdict(incident)})
+
+    def _balance(self) -> None:
+        """Tell what the balancer would do; roles cannot be moved or changed while they run, so nothing is done."""
+        if self._balancer is None:
+            return
+        for found in self._balancer.observe(time.perf_counter(), self.placement.reports()):
+            event = {"event": "balance", "decision": found.kind, "role": found.role, "index": found.index}
+            self.announce({**event, "text": found.reason, "applied": False})
 
     def _checkpoint(self) -> None:
         self.placement.pause()  # so that the counters say what is saved

@@ -6,12 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from qfleet.control.bottleneck import in_turns, side_by_side
 from qfleet.core.protocols import Report
 from qfleet.experiment import Experiment
 
 _FROM_ACTORS = ("episode_return", "episode_length", "epsilon")
 _FROM_LEARNER = ("loss", "td_error", "grad_norm", "learning_rate", "q_mean", "policy_lag", "skipped_updates")
 _FROM_REPLAY = ("replay_size", "replay_fill", "samples_per_insert")
+_WORK = {"actor": "env_steps", "learner": "updates"}
+"""What the speed of a role is counted in, by its kind: one of its metrics."""
 
 
 class Progress:
@@ -19,12 +22,14 @@ class Progress:
 
     def __init__(self, experiment: Experiment, clock: Callable[[], float]) -> None:
         self._budget, self._clock = experiment.env_steps, clock
+        self._bottleneck = in_turns if experiment.placement == "inline" else side_by_side
         self.begin(0, 0)
 
     def begin(self, env_steps: int, updates: int) -> None:
         """Start measuring rates now."""
         self._last = (self._clock(), env_steps, updates)
         self._busy: dict[str, float] = {}
+        self._done: dict[str, float] = {}
 
     def due(self, every_s: float) -> bool:
         """Return whether the last record is that old."""
@@ -52,20 +57,22 @@ class Progress:
         return record
 
     def _shares(self, reports: Sequence[Report], seconds: float) -> dict[str, Any]:
-        """Return what share of the time each role was busy, and which one holds the others up."""
-        shares: dict[str, Any] = {}
-        busiest, most = "", 0.0
+        """Return what share of the time each role was busy, how fast it was, and which one holds the others up."""
+        record: dict[str, Any] = {}
+        shares: dict[str, list[float]] = {}
         for report in reports:
             name = f"{report.kind}.{report.index}"
             busy = min(1.0, max(0.0, (report.busy_s - self._busy.get(name, 0.0)) / seconds))
             self._busy[name] = report.busy_s
-            shares[f"{name}.busy"] = busy
-            shares[f"{name}.idle"] = report.idle
-            if busy >= most:
-                busiest, most = name, busy
-        if busiest:
-            shares["bottleneck"] = f"{busiest} works {most:.0%} of the time"
-        return shares
+            shares.setdefault(report.kind, []).append(busy)
+            record |= {f"{name}.busy": busy, f"{name}.idle": report.idle}
+            if (done := report.metrics.get(_WORK.get(report.kind, ""))) is not None:
+                if name in self._done:
+                    record[f"{name}.rate"] = max(0.0, done - self._done[name]) / seconds
+                self._done[name] = done
+        if shares:
+            record["bottleneck"] = self._bottleneck(shares)
+        return record
 
 
 def _merged(reports: Sequence[Report]) -> dict[str, float]:

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from numpy.typing import NDArray
+
+from qfleet.core.types import Notice
+
 M = TypeVar("M")
 In = TypeVar("In", contravariant=True)
 Out = TypeVar("Out", covariant=True)
@@ -69,6 +73,22 @@ class Counter(Protocol):
         """Return the sum over all writers, as far as it is known here."""
 
 
+class Keep(Protocol):
+    """Memory of a role that outlives the role's process, where the placement can give such; see ADR 4."""
+
+    life: int
+    """How often the role was begun anew in this run: 0 the first time."""
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        """Return the array of that name: zeros in the first life, later what the former life left in it."""
+
+    def commit(self, state: Any) -> None:
+        """Replace the kept state (a tree as of `state_dict`) as a whole: a death leaves the old one or the new one."""
+
+    def committed(self) -> Any | None:
+        """Return what the last `commit` of any life kept; None if there was none."""
+
+
 @dataclass(frozen=True)
 class Report:
     """What a host tells of one role: for the panel, the sinks and the balancer."""
@@ -82,6 +102,21 @@ class Report:
     """Seconds idle since the start, by reason."""
     idle: str = ""
     """Why the role is idle now; empty when it works."""
+    step_s: float = 0.0
+    """Seconds that its present step has taken so far; 0 between two steps."""
+
+
+@dataclass(frozen=True)
+class Incident:
+    """A death that the run survived."""
+
+    role: str
+    index: int
+    cause: str
+    life: int
+    """How often the role was begun anew by now."""
+    seconds_to_repair: float
+    """From the death to the moment when its next life was ready, or died too."""
 
 
 class Placement(Protocol):
@@ -101,6 +136,9 @@ class Placement(Protocol):
 
     def reports(self) -> list[Report]:
         """Return the newest report of every role."""
+
+    def incidents(self) -> list[Incident | Notice]:
+        """Return what went wrong and did not end the run, since it was last asked."""
 
     def pause(self) -> None:
         """Stop all roles between two steps; the next `advance` lets them go on."""

@@ -29,6 +29,11 @@ def torch_stream(
     return generator.manual_seed(int(sequence(seed, role, index, purpose).generate_state(1, np.uint64)[0] >> 1))
 
 
+def of_life(purpose: str, life: int) -> str:
+    """Return a purpose's name in one life of a role: one that is begun anew must not repeat what it did before."""
+    return f"{purpose}/{life}" if life else purpose
+
+
 def numpy_state(generator: np.random.Generator) -> dict[str, Any]:
     """Return the state of a generator as plain numbers and strings (for checkpoints)."""
     return dict(generator.bit_generator.state)

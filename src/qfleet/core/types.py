@@ -52,7 +52,9 @@ class Experience:
     cut: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     """Streams that broke off before these rows (a crash, an inexact resume): their last row never becomes a start."""
     extras: Leaves = field(default_factory=dict)
-    """Further per-row arrays that are stored and returned with sequences, such as a recurrent state."""
+    """Further per-row arrays that are stored and returned with the sequence that starts there: a recurrent state."""
+    value: Floats | None = None  # [R] the actor's value of the action; replay makes first priorities of these two
+    best: Floats | None = None  # [R] the actor's highest value at this row, a final one included
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,14 @@ class SequenceBatch:
     reward: Floats  # [B, T] single-step
     terminated: Bools  # [B, T]
     valid: Bools  # [B, T] false after the episode's end
-    extras: Leaves  # [B, T, ...] as stored by the actor (recurrent states among them)
+    extras: Leaves  # [B, ...] as stored by the actor with the first step: its recurrent state
     weight: Floats  # [B]
     index: Ints  # [B]
     generation: Ints  # [B]
     mask: Bools | None = None  # [B, T + 1, A]
     version: Version = Version()
+    reward_scale: float = 1.0
+    """What the rewards were divided by (running reward normalisation)."""
     global_size: int = 0
 
 
@@ -128,11 +132,33 @@ class Weights:
     version: Version
     flat: Floats  # [P]
     checksum: int
-    """CRC-32 of `flat`."""
+    """Of `flat`: see `algo.flat.checksum`."""
     env_steps: int = 0
     """How far the run was when these were published."""
     reward_scale: float = 1.0
     """What rewards were divided by while these were learned (running reward normalisation)."""
+
+
+@dataclass(frozen=True)
+class InferenceRequest:
+    """Observations whose values an actor wants, from one of its groups of environments to an inference server."""
+
+    sequence: int
+    """Counts this group's requests, so that one sent twice is answered once, and an answer to another one is known."""
+    observation: Leaves  # [E, ...] stacked
+    state: Floats | None = None  # [E, S] what a recurrent agent remembers
+
+
+@dataclass(frozen=True)
+class InferenceReply:
+    """The values of one request, from an inference server."""
+
+    sequence: int
+    """That of the request."""
+    version: Version
+    """The weights that made the values."""
+    q: Floats  # [E, A]
+    state: Floats | None = None  # [E, S] the memory after these observations, whose last action is still to be set
 
 
 @dataclass(frozen=True)
@@ -162,6 +188,7 @@ class Notice:
 
 
 MESSAGES: tuple[type, ...] = (
-    Version, Experience, Batch, SequenceBatch, Rollout, Priorities, Weights, Evaluated, Notice,
+    Version, Experience, Batch, SequenceBatch, Rollout, Priorities, Weights, InferenceRequest,
+    InferenceReply, Evaluated, Notice,
 )  # fmt: skip
 """Every class that may travel; the codec decodes no other."""

@@ -14,12 +14,14 @@ from pydantic import Field, model_validator
 
 from qfleet.core.config import Config
 from qfleet.core.errors import ConfigError, QfleetError, did_you_mean
+from qfleet.envs.guarded import guarded
 from qfleet.envs.gymvector import GymVector
 from qfleet.envs.loop import Environment, LoopEnv, build_all
 from qfleet.envs.reward import AS_IT_IS, RewardShaping
 from qfleet.envs.spaces import Layout, read_layout
 from qfleet.envs.vector import VectorEnv
-from qfleet.envs.workers import WorkersEnv, as_workers
+from qfleet.envs.worker import Maker
+from qfleet.envs.workers import WorkersEnv
 
 Factory = Callable[[], Any]
 """Returns a new `gymnasium.Env`, or a `gymnasium.vector.VectorEnv` with as many environments as are asked for."""
@@ -35,6 +37,9 @@ class GymConfig(Config):
     """Passed to the environment when it is made."""
     vectorisation: Literal["sync", "async", "native"] = "sync"
     """One after the other in the actor's process, each in its own process, or the environment's own vector version."""
+    step_timeout: float = Field(60.0, gt=0)
+    """Seconds that a step or reset of an environment in a process of its own may take; a longer one is taken for hung:
+    its episode is cut and its process begun anew (vectorisation "async")."""
     frame_stack: int = Field(1, ge=1, le=64)
     """How many of the newest frames an observation holds; Box observations only."""
     reward_scale: float = Field(1.0, gt=0)
@@ -74,9 +79,10 @@ def make_gym(config: GymConfig, num_envs: int, evaluation: bool, render: bool, f
         raise
     first.close()
     if config.autoreset not in _MODES:
-        return WorkersEnv(factories, layout, shaping, config.frame_stack)
+        makers = [Maker(make, "" if factory else config.id) for make in factories]
+        return WorkersEnv(makers, layout, shaping, config.frame_stack, config.step_timeout)
     vector = SyncVectorEnv if config.vectorisation == "sync" else AsyncVectorEnv
-    env = vector(as_workers(factories, layout), autoreset_mode=_MODES[config.autoreset])
+    env = vector(guarded(factories, layout), autoreset_mode=_MODES[config.autoreset])
     return GymVector(env, layout, shaping, config.frame_stack)
 
 

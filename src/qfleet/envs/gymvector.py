@@ -83,19 +83,15 @@ class GymVector(VectorEnv):
 
     def _reset_finished(self, done: Bools, frames: Leaves, mask: Bools | None) -> None:
         """Begin new episodes where `done` and put their first observations into `frames` and `mask`."""
-        self._reset_some(done, None, frames, mask)
-
-    def _reset_some(self, which: Bools, seeds: list[int | None] | None, frames: Leaves, mask: Bools | None) -> None:
-        """Reset some environments, with a seed where there is one, and put their observations into the arrays."""
-        options = {"reset_mask": which.copy()}
-        observation, infos = self._call("reset()", lambda: self._env.reset(seed=seeds, options=options))
+        options = {"reset_mask": done.copy()}
+        observation, infos = self._call("reset()", lambda: self._env.reset(options=options))
         first = self._take(observation)
         for name, leaf in frames.items():
-            leaf[which] = first[name][which]
+            leaf[done] = first[name][done]
         if mask is not None:
             first_mask = self._take_mask(observation, infos)
             assert first_mask is not None
-            mask[which] = first_mask[which]
+            mask[done] = first_mask[done]
 
     def _take(self, observation: Any) -> Leaves:
         try:

@@ -24,9 +24,9 @@ class Journal:
         self.seeds = [0] * num_envs
         self.actions: list[list[int]] = [[] for _ in range(num_envs)]
 
-    def due(self, index: int) -> bool:
-        """Return whether environment `index`'s next episode shall begin from a new seed."""
-        return len(self.actions[index]) >= self._reseed_every
+    def due(self, index: int, coming: int = 0) -> bool:
+        """Return whether environment `index`'s next episode, after `coming` more steps, shall begin from a new seed."""
+        return len(self.actions[index]) + coming >= self._reseed_every
 
     def open(self, index: int, seed: int) -> None:
         """Environment `index` was reset with `seed`: what came before no longer matters."""

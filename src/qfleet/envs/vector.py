@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -23,9 +23,16 @@ Doubles = NDArray[np.float64]
 _WORD = 2**64 - 1
 
 
+def _none() -> Ints:
+    return np.zeros(0, np.int64)
+
+
 @dataclass(frozen=True)
 class Tick:
-    """What one step of E environments brought; the arrays are fresh and belong to the receiver."""
+    """What one step of E environments brought; the arrays are fresh and belong to the receiver.
+
+    Where E are some of all environments, those named below are counted among these E.
+    """
 
     observation: Leaves  # [E, ...] to act on next, frame stacks included
     mask: Bools | None  # [E, A] allowed actions
@@ -39,6 +46,9 @@ class Tick:
     scores: Doubles  # [G] undiscounted, unclipped returns of the games that ended (the loss of a life ends no game)
     score_lengths: Ints  # [G] steps of those games
     scored: Ints  # [G] their environments
+    cut: Ints = field(
+        default_factory=_none
+    )  # [C] environments whose open episode broke off before this tick; it led nowhere
 
 
 @dataclass
@@ -56,6 +66,7 @@ class Moment:
     final_observation: Leaves  # [F, ...]
     final_mask: Bools | None  # [F, A]
     scored: Ints  # [G] environments whose game ended
+    cut: Ints = field(default_factory=_none)  # [C] environments whose open episode broke off
 
 
 class VectorEnv(ABC):
@@ -63,21 +74,26 @@ class VectorEnv(ABC):
 
     resume_grade: Literal["exact", "episode"] = "exact"
     """Whether `load_state_dict` continues open episodes to the byte, or cuts them."""
+    watched: bool = False
+    """Whether an environment that hangs is noticed here; otherwise only its role's supervisor can."""
 
     def __init__(self, layout: Layout, num_envs: int, shaping: RewardShaping, frame_stack: int = 1) -> None:
         self._stack = FrameStack(layout.spec.observations, frame_stack)
         self.spec: EnvSpec = layout.spec.replace(observations=self._stack.specs)
         self.num_envs = num_envs
-        self.cut: Ints = np.zeros(0, np.int64)
+        self.cut: Ints = _none()
         """After `load_state_dict`: environments whose open episode could not be continued and was begun anew."""
         self._layout, self._shaping = layout, shaping
         self._seeds: list[int] = []
+        self._all = np.arange(num_envs)
         self._draws = np.zeros(num_envs, np.int64)
         self._games = np.zeros(num_envs, np.int64)
         self._lengths = np.zeros(num_envs, np.int64)
         self._returns = np.zeros(num_envs, np.float64)
         self._observation: Leaves = {}
         self._mask: Bools | None = None
+        self._incidents: list[str] = []
+        self._unplayed = np.zeros(num_envs, bool)  # after `_replay`: environments that it could not bring back
 
     def reset(self, seeds: Sequence[int]) -> tuple[Leaves, Bools | None]:
         """Begin anew; all that follows is a function of the seeds (one for each environment) and the actions.
@@ -98,21 +114,42 @@ class VectorEnv(ABC):
     def step(self, action: Ints) -> Tick:
         """Take joint actions [E] (numbers from 0 to A - 1) and return what came of them."""
         moment = self._step(action)
-        self._inspect(moment.observation, moment.mask, moment.reward)
-        if len(moment.finished):
-            self._inspect(moment.final_observation, moment.final_mask, rows=moment.finished)
-        self._returns += moment.reward
-        self._lengths += moment.valid
-        scored = moment.scored
-        scores, score_lengths = self._returns[scored], self._lengths[scored]
-        if len(scored):
-            self._games[scored] += 1
-            self._returns[scored] = 0.0
-            self._lengths[scored] = 0
-        final = self._stack.finals(self._observation, moment.final_observation, moment.finished)
-        self._observation = self._stack.push(self._observation, moment.observation, moment.fresh)
+        before = self._observation
+        final = self._follow(moment, self._all, before)
+        self._observation = self._stack.push(before, moment.observation, moment.fresh)
         self._mask = moment.mask
         observation, mask = self.current()
+        return self._tick(moment, self._all, observation, mask, final)
+
+    def _step_some(self, moment: Moment, envs: Ints) -> Tick:
+        """Return the tick of a moment of some environments [E]."""
+        before = {name: leaf[envs] for name, leaf in self._observation.items()}
+        final = self._follow(moment, envs, before)
+        observation = self._stack.push(before, moment.observation, moment.fresh)
+        for name, leaf in observation.items():
+            self._observation[name][envs] = leaf
+        if self._mask is not None:
+            self._mask[envs] = moment.mask
+        return self._tick(moment, envs, observation, moment.mask, final)
+
+    def _follow(self, moment: Moment, envs: Ints, before: Leaves) -> Leaves:
+        """Check and count a moment of environments `envs`, seen `before`; returns its final observations, stacked."""
+        self._inspect(moment.observation, moment.mask, moment.reward, rows=envs)
+        if len(moment.finished):
+            self._inspect(moment.final_observation, moment.final_mask, rows=envs[moment.finished])
+        self._returns[envs] += moment.reward
+        self._lengths[envs] += moment.valid
+        return self._stack.finals(before, moment.final_observation, moment.finished)
+
+    def _tick(self, moment: Moment, envs: Ints, observation: Leaves, mask: Bools | None, final: Leaves) -> Tick:
+        """Return the tick that a moment of environments `envs` makes; the games that ended are counted."""
+        scored = envs[moment.scored]
+        scores, score_lengths = self._returns[scored], self._lengths[scored]
+        over = np.concatenate([scored, envs[moment.cut]]) if len(moment.cut) else scored
+        if len(over):
+            self._games[over] += 1
+            self._returns[over] = 0.0
+            self._lengths[over] = 0
         return Tick(
             observation=observation,
             mask=mask,
@@ -125,7 +162,8 @@ class VectorEnv(ABC):
             finished=moment.finished,
             scores=scores,
             score_lengths=score_lengths,
-            scored=scored,
+            scored=moment.scored,
+            cut=moment.cut,
         )
 
     def current(self) -> tuple[Leaves, Bools | None]:
@@ -156,10 +194,15 @@ class VectorEnv(ABC):
         if replayed is not None:
             frames, self._mask = replayed
             self._observation = {name: np.array(leaf) for name, leaf in state["observation"].items()}
-            lost = self._stack.differing(self._observation, frames)
+            lost = self._stack.differing(self._observation, frames) | self._unplayed
         if lost.any():
             self._begin_anew(lost)
         self.cut = np.flatnonzero(lost)
+
+    def incidents(self) -> list[str]:
+        """Return what has happened to environments since the last call and a person should know."""
+        told, self._incidents = self._incidents, []
+        return told
 
     @abstractmethod
     def render(self) -> NDArray[np.uint8]:
@@ -191,9 +234,14 @@ class VectorEnv(ABC):
         return None
 
     def _draw_seed(self, index: int) -> int:
-        """Return the seed of environment `index`'s next seeded game."""
+        """Return the seed of environment `index`'s next seeded game, and go on to the one after it."""
+        seed = self._next_seed(index)
         self._draws[index] += 1
-        return episode_seed(self._seeds[index], int(self._draws[index]) - 1)
+        return seed
+
+    def _next_seed(self, index: int) -> int:
+        """Return the seed that `_draw_seed` will return."""
+        return episode_seed(self._seeds[index], int(self._draws[index]))
 
     def _fault(self, index: int, what: str) -> EnvironmentFault:
         """Return the error that says what environment `index` did wrong, and when."""

@@ -11,14 +11,13 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from qfleet.algo.exploration import choose
 from qfleet.algo.policy import Policy
 from qfleet.core.errors import ConfigError, MissingExtra, QfleetError
 from qfleet.core.seeding import episode_seeds, numpy_stream
 from qfleet.envs import EnvConfig, VectorEnv, make_env
+from qfleet.roles.acting import Acting
 
 MAX_STEPS = 2000
 """Steps after which a recording is cut, so that an endless episode does not fill the memory."""
@@ -84,11 +83,10 @@ class _Episode:
         """Yield RGB images [height, width, 3], from the first observation to the last one before the end."""
         rng, greedy = numpy_stream(self._seed, "recording"), np.zeros(1, np.float32)
         observation, mask = env.reset(episode_seeds(self._seed, "fresh", 1))
+        acting = Acting(self._network, 1)
         yield env.render()
         while self.steps < MAX_STEPS and not self.complete:
-            with torch.inference_mode():
-                q = self._network.q({name: torch.from_numpy(leaf) for name, leaf in observation.items()}).numpy()
-            tick = env.step(choose(q, greedy, mask, rng))
+            tick = env.step(acting.act(observation, mask, greedy, rng).action)
             observation, mask = tick.observation, tick.mask
             self.steps += int(tick.valid[0])
             self.complete = bool(len(tick.scored))

@@ -12,7 +12,7 @@ from typing import IO, Any, Protocol, TextIO
 import numpy as np
 
 from qfleet.core.errors import QfleetError
-from qfleet.observe.text import count, duration, known, number, rate, sentence
+from qfleet.observe.text import count, duration, known, number, one_line, rate, sentence
 
 Metrics = Mapping[str, float | str]
 """A flat record: numbers in base units (steps, seconds, fractions), texts; an absent key is unknown."""
@@ -105,7 +105,7 @@ class PlainLines:
 
 
 def progress_line(record: Metrics) -> str:
-    """Return the numbers of a metrics record in aligned columns; unknown ones are dashes."""
+    """Return the numbers of a metrics record in aligned columns, then the bottleneck; unknown ones are dashes."""
     steps, budget = known(record, "env_steps"), known(record, "env_steps_budget")
     percent = f"{100 * steps / budget:.0f}%" if steps is not None and budget else ""
 
@@ -113,10 +113,11 @@ def progress_line(record: Metrics) -> str:
         value = known(record, key)
         return "-" if value is None else show(value)
 
+    bottleneck = f"  {one_line(str(record['bottleneck']))}" if record.get("bottleneck") else ""
     return (
         f"{shown('wall_s', duration):>6}  steps {shown('env_steps', count):>8} {percent:>4}"
         f"  return {shown('episode_return', number):>8}  {shown('env_steps_per_s', rate):>7} steps/s"
-        f"  {shown('updates_per_s', rate):>7} updates/s  eta {shown('eta_s', duration):>6}"
+        f"  {shown('updates_per_s', rate):>7} updates/s  eta {shown('eta_s', duration):>6}{bottleneck}"
     )
 
 

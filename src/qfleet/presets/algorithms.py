@@ -8,6 +8,7 @@ from typing import Any
 from qfleet.algo.agent import MunchausenConfig, ReplayAgent, RolloutAgent, TabularAgent
 from qfleet.algo.exploration import EpsilonGreedyConfig, NoneConfig
 from qfleet.algo.heads import CategoricalConfig, ImplicitQuantileConfig, QuantileConfig
+from qfleet.algo.recurrent import MemoryConfig
 from qfleet.algo.torsos import ImpalaConfig, MlpConfig, NatureConfig, TabularConfig
 from qfleet.core.errors import ConfigError, did_you_mean
 from qfleet.envs import GymConfig, TensorConfig
@@ -34,6 +35,8 @@ RETURNS = {
 """The smallest and largest discounted return of the presets' environments, before their reward scale."""
 PUBLISHED_RETURNS = (-10.0, 10.0)
 """C51's range for clipped Atari rewards; it also suits rewards that are normalised."""
+SEQUENCES = 4
+"""How many transitions of a batch one sequence takes the place of: each has many, but they are alike."""
 
 
 def _dqn(experiment: Experiment) -> Changes:
@@ -113,6 +116,25 @@ def _beyond(experiment: Experiment) -> Changes:
     return changes
 
 
+def _r2d2(experiment: Experiment) -> Changes:
+    """R2D2 (Kapturowski et al., 2019): an LSTM, sequences with stored states and burn-in, double, dueling, five-step.
+
+    As many steps are learned from as before, in fewer updates; an experiment's own memory stays.
+    """
+    learner, memory = experiment.learner, _memory(experiment)
+    size, period = learner.batch_size, learner.train_period
+    if memory is None:
+        pixels = isinstance(experiment.network, NatureConfig | ImpalaConfig)
+        memory = MemoryConfig() if pixels else MemoryConfig(hidden=128, length=20, burn_in=10, period=10)
+        size, period = max(size // SEQUENCES, 1), period * memory.length / SEQUENCES
+    return {
+        **_replay(experiment, double=True, dueling=True, n_step=5, memory=memory),
+        "replay.sampler": PrioritisedConfig(alpha=0.9, beta_start=0.6, beta_end=0.6),
+        "learner.batch_size": size,
+        "learner.train_period": period,
+    }
+
+
 def _pqn(experiment: Experiment) -> Changes:
     """PQN (Gallici et al., 2024): Q(lambda) on fresh rollouts with LayerNorm; no replay, no target network."""
     return {
@@ -147,7 +169,15 @@ def _plain(experiment: Experiment) -> Changes:
     """Return what undoes an algorithm's choice of samples and of exploration."""
     silent = isinstance(experiment.exploration, NoneConfig)
     exploration = EpsilonGreedyConfig() if silent else experiment.exploration
-    return {"replay.sampler": UniformConfig(), "exploration": exploration}
+    changes: Changes = {"replay.sampler": UniformConfig(), "exploration": exploration}
+    if (memory := _memory(experiment)) is not None:
+        changes["learner.batch_size"] = experiment.learner.batch_size * SEQUENCES
+        changes["learner.train_period"] = experiment.learner.train_period * SEQUENCES / memory.length
+    return changes
+
+
+def _memory(experiment: Experiment) -> MemoryConfig | None:
+    return experiment.agent.memory if isinstance(experiment.agent, ReplayAgent) else None
 
 
 def _deep_network(experiment: Experiment) -> Changes:
@@ -194,6 +224,7 @@ ALGORITHMS: dict[str, Callable[[Experiment], Changes]] = {
     "munchausen": _munchausen,
     "rainbow": _rainbow,
     "beyond": _beyond,
+    "r2d2": _r2d2,
     "pqn": _pqn,
     "tabular": _tabular,
 }

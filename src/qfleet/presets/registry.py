@@ -13,7 +13,7 @@ from qfleet.presets.atari import atari
 from qfleet.presets.classic import acrobot, cartpole, lunarlander, mountaincar
 from qfleet.presets.minatar import minatar
 from qfleet.presets.registered import registered
-from qfleet.presets.small import catch, maze
+from qfleet.presets.small import catch, maze, recall
 
 PRESETS: dict[str, Callable[[], Experiment]] = {
     "cartpole": cartpole,
@@ -22,6 +22,7 @@ PRESETS: dict[str, Callable[[], Experiment]] = {
     "lunarlander": lunarlander,
     "catch": catch,
     "maze": maze,
+    "recall": recall,
 }
 PREFIXES: dict[str, tuple[str, Callable[[str], Experiment]]] = {
     "minatar": ("GAME", minatar),

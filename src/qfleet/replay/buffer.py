@@ -18,11 +18,13 @@ from qfleet.core.role import State
 from qfleet.core.seeding import numpy_state, restore_numpy
 from qfleet.core.spec import EnvSpec, LeafSpec
 from qfleet.core.types import Batch, Experience, Floats, Ints, Priorities, SequenceBatch, Version
+from qfleet.replay.allocation import Allocate, zeros
 from qfleet.replay.rewards import RewardScale
 from qfleet.replay.samplers import PrioritisedConfig, UniformConfig, make_sampler
 from qfleet.replay.segments import NONE, Chains
 from qfleet.replay.storage import Lz4Config, MappedConfig, RamConfig
 from qfleet.replay.store import RowStore
+from qfleet.replay.sumtree import Doubles
 from qfleet.replay.windows import Arrival, Completed, NStepWindows, SequenceWindow, SequenceWindows, Windows
 
 _NO_EXTRAS: Mapping[str, LeafSpec] = MappingProxyType({})
@@ -84,22 +86,33 @@ class Replay:
         extras: Mapping[str, LeafSpec] = _NO_EXTRAS,
         directory: Path | None = None,
         normalise_rewards: bool = False,
+        allocate: Allocate | None = None,
+        life: int = 0,
     ) -> None:
         """Make an empty replay for about `streams` environments of `spec`.
 
         With `sequence`, items are sequences of single steps and `n_step` is not used. `extras` describes further
-        per-row arrays. `directory` is where the mapped tier puts its files.
+        per-row arrays. `directory` is where the mapped tier puts its files. With `allocate` the rows outlive this
+        process: a replay of a `life` after the first finds them there and goes on by `recover`.
         """
         self.config, self.spec, self.rng, self.sequence = config, spec, rng, sequence
         stack = max(leaf.stack for leaf in spec.observations.values())
         segments, rows = config.layout(streams, max(stack - 1, 1))
         self.capacity = segments * rows
-        self.chains = Chains(segments, rows, streams, self._evict)
-        self.windows: Windows = SequenceWindows(streams, sequence) if sequence else NStepWindows(streams, n_step, gamma)
+        self.chains = Chains(segments, rows, streams, self._evict, allocate or zeros)
+        self.valued = isinstance(config.sampler, PrioritisedConfig) and config.sampler.initial == "actor"
+        """Whether rows come with the actor's values, from which items get their first priorities."""
+        if sequence and self.valued:
+            raise ConfigError("replay.sampler.initial 'actor' is for transitions; sequences need 'maximum'")
+        self.windows: Windows = (
+            SequenceWindows(streams, sequence) if sequence else NStepWindows(streams, n_step, gamma, self.valued)
+        )
         self.powers = gamma ** np.arange(n_step + 1, dtype=np.float64)
         prioritised = isinstance(config.sampler, PrioritisedConfig)
-        self.store = RowStore(config.storage, spec, self.chains, bool(sequence), prioritised, extras, directory)
-        self.sampler = make_sampler(config.sampler, self.capacity, rng)
+        self.store = RowStore(
+            config.storage, spec, self.chains, bool(sequence), prioritised, extras, directory, allocate, life
+        )
+        self.sampler = make_sampler(config.sampler, self.capacity, rng, allocate or zeros)
         self.rewards = RewardScale(streams, gamma) if normalise_rewards else None
         self.version = Version()
         self.seen: dict[str, int] = {}
@@ -121,6 +134,10 @@ class Replay:
             self.counts["duplicates"] += 1
             return 0
         self.store.check_message(experience)
+        if (experience.value is not None) != self.valued or (experience.best is not None) != self.valued:
+            raise ValueError(
+                f"experience of {experience.source}: values must come exactly when replay.sampler.initial is 'actor'"
+            )
         self.seen[experience.source] = experience.sequence
         self.version = max(self.version, experience.version)
         highest = max(experience.stream.max(initial=-1), experience.cut.max(initial=-1)) + 1
@@ -150,21 +167,34 @@ class Replay:
         if self.rewards:
             going = ~final
             self.rewards.observe(stream[going], reward[going], ended[going])
-        completed = self.windows.arrive(Arrival(stream, rows, reward, ended, terminated, final))
+        value = best = None
+        if experience.value is not None and experience.best is not None:
+            value, best = (part[group].astype(np.float64) for part in (experience.value, experience.best))
+        completed = self.windows.arrive(Arrival(stream, rows, reward, ended, terminated, final, value, best))
         if len(completed.row):
             self._complete(completed)
 
     def _complete(self, completed: Completed) -> None:
         """Keep what the completed windows came to, and make their items sampleable where the frames are there."""
-        rows = completed.row
+        rows, priorities = completed.row, None
         if completed.returns is None:
             self.store.write("steps", rows, completed.steps)
         else:
             discount = np.where(completed.terminated, 0.0, self.powers.take(completed.steps))
             self.store.records.write_window(rows, completed.bootstrap, completed.returns, discount)
+            priorities = self._errors(completed, discount)
         if self.store.stack > 1:
-            rows = rows[self.store.frames_present(rows)]
-        self.sampler.add(rows)
+            present = self.store.frames_present(rows)
+            rows, priorities = rows[present], None if priorities is None else priorities[present]
+        self.sampler.add(rows, priorities)
+
+    def _errors(self, completed: Completed, discount: Doubles) -> Doubles | None:
+        """Return how wrong the actor's values were about the completed windows [M]; None if it sent none."""
+        if completed.returns is None or completed.value is None or completed.best is None:
+            return None
+        scale = self.rewards.scale if self.rewards else 1.0
+        errors = np.abs(completed.returns / scale + discount * completed.best - completed.value)
+        return np.nan_to_num(errors, posinf=0.0)  # a broken value must not break the tree
 
     def _evict(self, segments: Ints) -> None:
         """Stop sampling what the loss of `segments` makes incomplete."""
@@ -236,20 +266,22 @@ class Replay:
         valid = ahead[:-1] < steps
         taken = np.where(valid, rows[:, :-1], rows[:, :1])
         reward: Floats = self.store.read_valid("reward", taken, valid)
+        scale = self.rewards.scale if self.rewards else 1.0
         if self.rewards:
-            reward = reward / np.float32(self.rewards.scale)
+            reward = reward / np.float32(scale)
         return SequenceBatch(
             observation=self.store.observe(rows),
             action=self.store.read_valid("action", taken, valid).astype(np.int64),
             reward=reward,
             terminated=self.store.read_valid("terminated", taken, valid),
             valid=valid,
-            extras={name: self.store.read_valid(f"extras.{name}", taken, valid) for name in self.store.extras},
+            extras={name: self.store.read(f"extras.{name}", starts) for name in self.store.extras},
             weight=weight,
             index=starts,
             generation=self.chains.generation.take(starts // self.chains.rows),
             mask=self.store.read("mask", rows) if self.spec.masked else None,
             version=self.version,
+            reward_scale=scale,
             global_size=len(starts),
         )
 
@@ -317,3 +349,42 @@ class Replay:
         self.version = state["version"]
         self.seen = dict(state["seen"])
         self.counts = dict(state["counts"])
+
+    # ------------------------------------------------------------------ what a later life needs
+
+    def ledger(self) -> State:
+        """Return everything small: with the arrays of `allocate` it is this replay. Arrays in it are not copies."""
+        return {
+            "chains": self.chains.ledger(),
+            "windows": self.windows.ledger(),
+            "sampler": self.sampler.ledger(),
+            "rewards": self.rewards.ledger() if self.rewards else None,
+            "version": self.version,
+            "seen": self.seen,
+            "counts": self.counts,
+        }
+
+    def recover(self, ledger: State) -> None:
+        """Be the replay that `ledger` is of, whatever its process did to the arrays after that before it died.
+
+        What was appended since then must be appended again. Segments that were handed out since then are evicted: they
+        are the oldest, and next in line anyway.
+        """
+        overwritten = self.chains.recover(ledger["chains"])
+        self.windows.load_state_dict(ledger["windows"])
+        if self.rewards:
+            self.rewards.load_state_dict(ledger["rewards"])
+        self.version, self.seen, self.counts = ledger["version"], dict(ledger["seen"]), dict(ledger["counts"])
+        self.sampler.recover(ledger["sampler"], self._incomplete(overwritten))
+        self.chains.drop(overwritten)
+        self.store.recover()
+
+    def _incomplete(self, overwritten: Ints) -> Ints:
+        """Return all rows that were no items by the ledger and may have become some since then (repeats occur)."""
+        size = self.chains.rows
+        opened = self.chains.next_row[self.chains.next_row != NONE]
+        segments = np.concatenate([overwritten, opened // size])
+        rows = segments[:, None] * size + np.arange(size)
+        first = np.concatenate([overwritten * size, opened])
+        pending = self.windows.pending[self.windows.pending != NONE]
+        return np.concatenate([rows[rows >= first[:, None]], pending])

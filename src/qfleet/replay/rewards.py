@@ -48,9 +48,13 @@ class RewardScale:
 
     def state_dict(self) -> State:
         """Return the statistics and the open returns."""
-        return {"returns": self.returns.copy(), "count": self.count, "mean": self.mean, "squares": self.squares}
+        return {**self.ledger(), "returns": self.returns.copy()}
 
     def load_state_dict(self, state: State) -> None:
         """Continue from `state_dict`."""
         self.returns = np.array(state["returns"])
         self.count, self.mean, self.squares = int(state["count"]), float(state["mean"]), float(state["squares"])
+
+    def ledger(self) -> State:
+        """Return what `state_dict` does, without a copy."""
+        return {"returns": self.returns, "count": self.count, "mean": self.mean, "squares": self.squares}

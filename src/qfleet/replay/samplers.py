@@ -11,6 +11,7 @@ from pydantic import Field
 from qfleet.core.config import Config
 from qfleet.core.role import State
 from qfleet.core.types import Bools, Floats, Ints
+from qfleet.replay.allocation import Allocate, zeros
 from qfleet.replay.records import Records
 from qfleet.replay.sumtree import Doubles, make_sum_tree
 
@@ -35,6 +36,8 @@ class PrioritisedConfig(Config):
     """Added to each priority, so that none becomes 0."""
     max_decay: float = Field(0.9995, gt=0, le=1)
     """Factor on the run-wide maximum priority at each write-back; new items get that maximum."""
+    initial: Literal["maximum", "actor"] = "maximum"
+    """What new items get: the run-wide maximum, or the absolute n-step error that the actor's own values give."""
 
 
 class Sampler(ABC):
@@ -46,8 +49,8 @@ class Sampler(ABC):
         """How many rows are in the set."""
 
     @abstractmethod
-    def add(self, rows: Ints) -> None:
-        """Put `rows` [M], distinct and not in the set, into the set."""
+    def add(self, rows: Ints, priorities: Doubles | None = None) -> None:
+        """Put `rows` [M], distinct and not in the set, into the set, with `priorities` [M] if they are known."""
 
     @abstractmethod
     def remove(self, rows: Ints) -> None:
@@ -86,17 +89,25 @@ class Sampler(ABC):
     def load_state_dict(self, state: State) -> None:
         """Continue from `state_dict`."""
 
+    @abstractmethod
+    def ledger(self) -> State:
+        """Return what a later life must know besides the arrays."""
+
+    @abstractmethod
+    def recover(self, ledger: State, without: Ints) -> None:
+        """Go on with the set that a former life left in the arrays, `without` [M] (repeats allowed)."""
+
 
 class UniformSampler(Sampler):
     """Exactly uniform: draws from all rows ever used and rejects those that are not in the set."""
 
-    def __init__(self, capacity: int, rng: np.random.Generator) -> None:
+    def __init__(self, capacity: int, rng: np.random.Generator, allocate: Allocate = zeros) -> None:
         super().__init__(rng)
-        self.live = np.zeros(capacity, np.bool_)
+        self.live: Bools = allocate("sampler.live", (capacity,), np.bool_)
         self.bound = 0
         """No row at or above this one was ever added."""
 
-    def add(self, rows: Ints) -> None:
+    def add(self, rows: Ints, priorities: Doubles | None = None) -> None:
         """Put rows into the set."""
         self.live[rows] = True
         self.count += len(rows)
@@ -143,20 +154,37 @@ class UniformSampler(Sampler):
         self.live[: self.bound] = np.unpackbits(state["live"], count=self.bound).astype(np.bool_)
         self.count = int(np.count_nonzero(self.live))
 
+    def ledger(self) -> State:
+        """Return the bound."""
+        return {"bound": self.bound}
+
+    def recover(self, ledger: State, without: Ints) -> None:
+        """Go on with the rows that are marked."""
+        self.bound = int(ledger["bound"])
+        self.live[without] = False
+        self.count = int(np.count_nonzero(self.live))
+
 
 class PrioritisedSampler(Sampler):
     """Stratified draws from a sum tree over all rows, with exact weights (N P(i))^-beta over their maximum."""
 
-    def __init__(self, config: PrioritisedConfig, capacity: int, rng: np.random.Generator) -> None:
+    def __init__(
+        self, config: PrioritisedConfig, capacity: int, rng: np.random.Generator, allocate: Allocate = zeros
+    ) -> None:
         super().__init__(rng)
         self._alpha, self._epsilon, self._max_decay = config.alpha, config.epsilon, config.max_decay
         self.tree = make_sum_tree(capacity)
+        self.tree.lie_in(allocate)  # only now: to load compiled code, a new tree writes a leaf
         self.max_priority: float | None = None
         """The decayed maximum of all priorities written; None before the first."""
 
-    def add(self, rows: Ints) -> None:
-        """Put rows into the set with the run-wide maximum priority."""
-        self.tree.set(rows, np.full(len(rows), self._new_value()))
+    def add(self, rows: Ints, priorities: Doubles | None = None) -> None:
+        """Put rows into the set, where their priorities are not known with the run-wide maximum."""
+        if priorities is None:
+            self.tree.set(rows, np.full(len(rows), self._new_value()))
+        elif len(rows):
+            self.max_priority = max(float(priorities.max()), self.max_priority or 0.0)
+            self.tree.set(rows, self._values(priorities))
         self.count += len(rows)
 
     def remove(self, rows: Ints) -> None:
@@ -227,9 +255,22 @@ class PrioritisedSampler(Sampler):
         self.count = len(state["items"])
         self.max_priority = state["max_priority"]
 
+    def ledger(self) -> State:
+        """Return the maximum."""
+        return {"max_priority": self.max_priority}
 
-def make_sampler(config: UniformConfig | PrioritisedConfig, capacity: int, rng: np.random.Generator) -> Sampler:
-    """Return the sampler that `config` describes, for rows below `capacity`."""
+    def recover(self, ledger: State, without: Ints) -> None:
+        """Go on with the leaves; a death in the middle of this changes nothing for the next life."""
+        self.max_priority = ledger["max_priority"]
+        self.tree.leaves[without] = 0.0
+        self.tree.resum()
+        self.count = int(np.count_nonzero(self.tree.leaves))
+
+
+def make_sampler(
+    config: UniformConfig | PrioritisedConfig, capacity: int, rng: np.random.Generator, allocate: Allocate
+) -> Sampler:
+    """Return the sampler that `config` describes, for rows below `capacity`, its arrays from `allocate`."""
     if isinstance(config, PrioritisedConfig):
-        return PrioritisedSampler(config, capacity, rng)
-    return UniformSampler(capacity, rng)
+        return PrioritisedSampler(config, capacity, rng, allocate)
+    return UniformSampler(capacity, rng, allocate)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from qfleet.core.errors import ConfigError
 from qfleet.core.role import State
 from qfleet.core.types import Bools, Ints
+from qfleet.replay.allocation import Allocate, zeros
 
 NONE = -1
 T = TypeVar("T", bound=np.generic)
@@ -23,15 +24,18 @@ T = TypeVar("T", bound=np.generic)
 class Chains:
     """The segments' links and owners, and for each stream where its next row goes."""
 
-    def __init__(self, segments: int, rows: int, streams: int, on_evict: Callable[[Ints], None]) -> None:
+    def __init__(
+        self, segments: int, rows: int, streams: int, on_evict: Callable[[Ints], None], allocate: Allocate = zeros
+    ) -> None:
         """Make empty chains; `on_evict(segments)` is called while these are still linked, before they are reused."""
         self.segments, self.rows, self.on_evict = segments, rows, on_evict
-        self.previous = np.full(segments, NONE, np.int64)
-        self.next = np.full(segments, NONE, np.int64)
-        self.owner = np.full(segments, NONE, np.int64)
+        self.links = np.full((3, segments), NONE, np.int64)
+        self.previous, self.next, self.owner = self.links
         self.generation = np.zeros(segments, np.int64)
         """How often each segment was handed out."""
         self.handed_out = 0
+        self._reached: Ints = allocate("chains.reached", (1,), np.int64)
+        """How many segments were ever handed out, known before any of them is touched, and to a later life."""
         self.tail = np.full(streams, NONE, np.int64)
         """Each stream's newest segment, NONE when it was evicted or never was."""
         self.next_row = np.full(streams, NONE, np.int64)
@@ -41,6 +45,14 @@ class Chains:
         """Make room for streams below `streams`."""
         self.tail = grown(self.tail, streams, NONE)
         self.next_row = grown(self.next_row, streams, NONE)
+
+    @property
+    def filled(self) -> Ints:
+        """How many rows of each segment [segments] belong to a stream."""
+        filled = np.where(self.owner == NONE, 0, self.rows)
+        open_rows = self.next_row[self.next_row != NONE]
+        filled[open_rows // self.rows] = open_rows % self.rows
+        return filled
 
     @property
     def used_rows(self) -> int:
@@ -65,17 +77,17 @@ class Chains:
                 f"replay.capacity holds {self.segments} segments of {self.rows} rows, too few for {group} environments "
                 f"that write at once; raise replay.capacity or lower replay.segment"
             )
-        taken = (self.handed_out + np.arange(len(streams))) % self.segments
-        evicted = taken[self.owner[taken] != NONE]
-        if len(evicted):
-            self._evict(evicted)
+        number = self.handed_out + np.arange(len(streams))
+        taken = number % self.segments
+        self._reached[0] = max(self._reached[0], self.handed_out + len(streams))
+        self.drop(taken)
         self.handed_out += len(streams)
         before = self.tail[streams]
         self.previous[taken], self.next[taken], self.owner[taken] = before, NONE, streams
         linked = before != NONE
         self.next[before[linked]] = taken[linked]
         self.tail[streams], self.next_row[streams] = taken, taken * self.rows
-        self.generation[taken] += 1
+        self.generation[taken] = number // self.segments + 1
 
     def _evict(self, segments: Ints) -> None:
         self.on_evict(segments)
@@ -126,6 +138,28 @@ class Chains:
             array[: len(state[name])] = state[name]
         self.tail, self.next_row = np.array(state["tail"]), np.array(state["next_row"])
         self.handed_out = int(state["handed_out"])
+        self._reached[0] = self.handed_out
+
+    def ledger(self) -> State:
+        """Return what a later life must know: the arrays themselves, not copies; generations follow from the rest."""
+        return {"links": self.links, "tail": self.tail, "next_row": self.next_row, "handed_out": self.handed_out}
+
+    def recover(self, ledger: State) -> Ints:
+        """Go on from `ledger`; return the segments that were handed out after it, whose rows may be lost."""
+        self.links[:] = ledger["links"]
+        self.tail, self.next_row = np.array(ledger["tail"]), np.array(ledger["next_row"])
+        self.handed_out = int(ledger["handed_out"])
+        reached = int(self._reached[0])
+        # what was handed out since then has its new generation now, so that a late priority is dropped
+        self.generation[:] = (reached - np.arange(self.segments) + self.segments - 1) // self.segments
+        later = min(reached - self.handed_out, self.segments)
+        return (self.handed_out + np.arange(later)) % self.segments
+
+    def drop(self, segments: Ints) -> None:
+        """Evict those of `segments` [M] that belong to a stream."""
+        owned = segments[self.owner[segments] != NONE]
+        if len(owned):
+            self._evict(owned)
 
 
 def grown(array: NDArray[T], length: int, fill: float) -> NDArray[T]:

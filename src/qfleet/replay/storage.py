@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from urllib.parse import quote
 
 import numpy as np
 from pydantic import Field
@@ -13,7 +15,10 @@ from qfleet.core.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.core.spec import LeafSpec
 from qfleet.core.types import Array, Ints
+from qfleet.replay.allocation import Allocate, zeros
 from qfleet.replay.compression import CompressedColumn
+
+_SUFFIX = ".rows"
 
 
 class RamConfig(Config):
@@ -58,6 +63,9 @@ class Column(Protocol):
     def restore(self, state: Any) -> None:
         """Take over what `snapshot` returned."""
 
+    def recover(self, filled: Ints) -> None:
+        """Go on with what a former life left, of which the first `filled` [segments] rows of each segment count."""
+
 
 class PlainColumn:
     """A column that is an array, in memory or mapped."""
@@ -82,24 +90,42 @@ class PlainColumn:
         """Take over what `snapshot` returned."""
         self.array[: len(state)] = state
 
-
-def ram_column(rows: int, shape: tuple[int, ...], dtype: str | np.dtype[Any]) -> PlainColumn:
-    """Return a column of zeros in memory (which the system provides as it is first written)."""
-    return PlainColumn(np.zeros((rows, *shape), dtype))
+    def recover(self, filled: Ints) -> None:
+        """Do nothing: the rows are where they were."""
 
 
 def observation_column(
-    config: StorageConfig, leaf: LeafSpec, rows: int, segment_rows: int, directory: Path | None
+    config: StorageConfig,
+    name: str,
+    leaf: LeafSpec,
+    segments: tuple[int, int],
+    directory: Path | None,
+    allocate: Allocate | None,
 ) -> Column:
-    """Return the column of one observation leaf for `rows` rows on the tier that `config` names."""
+    """Return the column of one observation leaf for `segments` (number, rows of each) on the tier that `config` names.
+
+    With `allocate` everything outlives the process: a mapped file then has a name, and goes with `remove_files`.
+    """
+    kept = f"observation.{name}"
     if isinstance(config, Lz4Config) and config.compresses(leaf):
-        return CompressedColumn(rows // segment_rows, segment_rows, leaf.frame_shape)
-    if isinstance(config, MappedConfig):
-        if directory is None:
-            raise ConfigError("replay.storage.kind 'mapped' needs a directory for its files, and this run has none")
-        directory.mkdir(parents=True, exist_ok=True)
+        return CompressedColumn(*segments, leaf.frame_shape, allocate or zeros, kept)
+    shape = (segments[0] * segments[1], *leaf.frame_shape)
+    if not isinstance(config, MappedConfig):
+        return PlainColumn((allocate or zeros)(kept, shape, leaf.dtype))
+    if directory is None:
+        raise ConfigError("replay.storage.kind 'mapped' needs a directory for its files, and this run has none")
+    directory.mkdir(parents=True, exist_ok=True)
+    if allocate is None:
         # without a name in the directory, the file disappears with the process, however that ends
         with tempfile.TemporaryFile(dir=directory) as file:
-            mapped: Array = np.memmap(file, leaf.dtype, "w+", shape=(rows, *leaf.frame_shape))
-        return PlainColumn(mapped)
-    return ram_column(rows, leaf.frame_shape, leaf.dtype)
+            return PlainColumn(np.memmap(file, leaf.dtype, "w+", shape=shape))
+    path = directory / f"{quote(kept, safe='')}{_SUFFIX}"
+    return PlainColumn(np.memmap(path, leaf.dtype, "r+" if path.exists() else "w+", shape=shape))
+
+
+def remove_files(directory: Path) -> None:
+    """Delete the mapped files that have a name in `directory`, and the directory if it is empty then."""
+    for path in directory.glob(f"*{_SUFFIX}"):
+        path.unlink()
+    with contextlib.suppress(OSError):
+        directory.rmdir()

@@ -13,10 +13,11 @@ from qfleet.core.errors import CheckpointError
 from qfleet.core.role import State
 from qfleet.core.spec import EnvSpec, LeafSpec
 from qfleet.core.types import Bools, Experience, Ints, Leaves
+from qfleet.replay.allocation import Allocate, zeros
 from qfleet.replay.memory import ASSUMED_COMPRESSION, available_disk, available_memory, check_fits
 from qfleet.replay.records import WORDS, make_records
 from qfleet.replay.segments import Chains
-from qfleet.replay.storage import Column, Lz4Config, MappedConfig, StorageConfig, observation_column, ram_column
+from qfleet.replay.storage import Column, Lz4Config, MappedConfig, PlainColumn, StorageConfig, observation_column
 
 OLDEST_AGE = 255
 """Ages in an episode are kept up to this one: enough for any frame stack, in one byte."""
@@ -36,19 +37,29 @@ class RowStore:
         prioritised: bool,
         extras: Mapping[str, LeafSpec],
         directory: Path | None,
+        allocate: Allocate | None,
+        life: int,
     ) -> None:
-        """Make columns of zeros for all rows of `chains`, after a check that they fit."""
+        """Make columns of zeros for all rows of `chains`, after a check that they fit.
+
+        In a `life` after the first they have their memory already and hold what the former one left; see `recover`.
+        """
         self.config, self.spec, self.chains, self.sequences = config, spec, chains, sequences
         self.capacity = chains.segments * chains.rows
         self.stack = max(leaf.stack for leaf in spec.observations.values())
         self.extras = tuple(extras)
         shapes = self._shapes(extras)
-        self._check_memory({name: np.dtype((d, s)).itemsize for name, (s, d) in shapes.items()}, directory)
+        if life == 0:
+            self._check_memory({name: np.dtype((d, s)).itemsize for name, (s, d) in shapes.items()}, directory)
         self.observations: dict[str, Column] = {
-            name: observation_column(config, leaf, self.capacity, chains.rows, directory)
+            name: observation_column(config, name, leaf, (chains.segments, chains.rows), directory, allocate)
             for name, leaf in spec.observations.items()
         }
-        self.columns = {name: ram_column(self.capacity, shape, dtype) for name, (shape, dtype) in shapes.items()}
+        make = allocate or zeros
+        self.columns = {
+            name: PlainColumn(make(f"column.{name}", (self.capacity, *shape), dtype))
+            for name, (shape, dtype) in shapes.items()
+        }
         self.records = make_records(self.columns["record"].array.view(np.int32), chains, prioritised)
         """What is read of a transition; a replay of sequences has empty ones."""
 
@@ -147,6 +158,11 @@ class RowStore:
     def frames_present(self, rows: Ints) -> Bools:
         """Return for which of `rows` [M] the whole frame stack is stored."""
         return self.chains.has_predecessors(rows, np.minimum(self.read("age", rows), self.stack - 1))
+
+    def recover(self) -> None:
+        """Go on with the rows that a former life left; `chains` says which."""
+        for column in self.observations.values():
+            column.recover(self.chains.filled)
 
     def state_dict(self) -> State:
         """Return the rows of used segments; on the mapped tier observations are views of the file."""

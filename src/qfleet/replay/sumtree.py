@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qfleet.core.types import Ints
+from qfleet.replay.allocation import Allocate, zeros
 
 MOST_TOPS = 1024
 FEW = 64
@@ -40,13 +41,11 @@ class SumTree:
         lengths = [tops * self.arity ** (depth - level) for level in range(depth + 1)]
         self.capacity = capacity
         self.offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        self.sums = _aligned_zeros(int(self.offsets[-1]))
+        self.lie_in(zeros)
         self.mins = np.full(self.offsets[-1] - lengths[0], np.inf, np.float64)
         """The smallest positive leaf under each inner node; node i of `sums` is node i - `lengths[0]` here."""
-        self.levels = [self.sums[a:b] for a, b in pairwise(self.offsets)]
         inner = self.offsets[1:] - lengths[0]
         self.min_levels = [self.mins[a:b] for a, b in pairwise(inner)]
-        self._children = [level.reshape(-1, self.arity) for level in self.levels[:-1]]
         self._min_children = [level.reshape(-1, self.arity) for level in self.min_levels[:-1]]
         self._running = np.zeros(tops + 1, np.float64)
         self._stale = True
@@ -56,6 +55,24 @@ class SumTree:
         """The lowest inner nodes whose `mins` are not up to date."""
         self._parts = np.zeros(0)
         self._prepare(1)
+
+    def lie_in(self, allocate: Allocate) -> None:
+        """Take the array of all nodes from `allocate`, beginning with a cache line: few lines hold a node's children.
+
+        A former life's array must begin with a page, so that its leaves lie where they did; call `resum` then.
+        """
+        size = int(self.offsets[-1])
+        room = allocate("tree", (size + 7,), np.float64)
+        skip = -room.ctypes.data % 64 // room.itemsize
+        self.sums: Doubles = room[skip : skip + size]
+        self.levels = [self.sums[a:b] for a, b in pairwise(self.offsets)]
+        self._children = [level.reshape(-1, self.arity) for level in self.levels[:-1]]
+
+    def resum(self) -> None:
+        """Compute everything anew from the leaves, which stay as they are."""
+        self._changed[:] = True
+        self._minimum = np.nan
+        self.set(np.arange(self.capacity), self.leaves.copy())
 
     def get(self, index: Ints) -> Doubles:
         """Return the values [B] at `index` [B]."""
@@ -157,13 +174,6 @@ class SumTree:
         if self._stale:
             np.add.accumulate(self.levels[-1], out=self._running[1:])
             self._stale = False
-
-
-def _aligned_zeros(size: int) -> Doubles:
-    """Return zeros [size] that begin with a cache line, so that the children of a node lie in as few as possible."""
-    room = np.zeros(size + 7, np.float64)
-    skip = -room.ctypes.data % 64 // room.itemsize
-    return room[skip : skip + size]
 
 
 def _locate(running: Doubles, mass: Doubles) -> tuple[Ints, Doubles]:

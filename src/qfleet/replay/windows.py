@@ -25,7 +25,8 @@ class SequenceWindow(Config):
     length: int = Field(80, gt=0)
     """Rows of a sequence, burn-in included; one more observation follows for the bootstrap."""
     burn_in: int = Field(0, ge=0)
-    """Leading rows that only warm the recurrent state up; an episode's last piece no longer than this is no item."""
+    """Leading rows that only warm the recurrent state up; an episode's last piece no longer than this is no item.
+    An episode's first rows need no burn-in: a whole episode is an item, however short."""
     period: int = Field(40, gt=0)
     """Rows from one sequence's start to the next one's."""
 
@@ -46,6 +47,8 @@ class Arrival:
     ended: Bools  # [E] the transition that leaves the row ended the episode, by rule or limit
     terminated: Bools  # [E] by rule
     final: Bools  # [E]
+    value: Doubles | None = None  # [E] the actor's value of what it did
+    best: Doubles | None = None  # [E] the actor's highest value
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Completed:
     steps: Ints  # [M] rows of the window
     terminated: Bools  # [M] the window ended in termination: there is nothing to bootstrap from
     returns: Doubles | None  # [M] discounted sum of the window's rewards; None for sequences
+    value: Doubles | None = None  # [M] the actor's value of the first row's action
+    best: Doubles | None = None  # [M] the actor's highest value at the row after the window
 
 
 class Windows(ABC):
@@ -118,6 +123,10 @@ class Windows(ABC):
         for name in self._arrays():
             setattr(self, name, np.array(state[name]))
 
+    def ledger(self) -> State:
+        """Return what a later life must know, for its `load_state_dict`: the arrays themselves, not copies."""
+        return {name: getattr(self, name) for name in self._arrays()}
+
     def _arrays(self) -> tuple[str, ...]:
         return ("age", "ended", "terminated", "pending")
 
@@ -125,18 +134,24 @@ class Windows(ABC):
 class NStepWindows(Windows):
     """Every row is a start; its window is n rows, or what is left of the episode."""
 
-    def __init__(self, streams: int, n_step: int, gamma: float) -> None:
+    def __init__(self, streams: int, n_step: int, gamma: float, valued: bool = False) -> None:
+        """Follow `streams` streams; `valued` says whether rows come with the actor's values."""
         super().__init__(streams, n_step)
         self.n_step = n_step
         self.powers = gamma ** np.arange(n_step + 1, dtype=np.float64)
         self.sums = np.zeros((streams, n_step), np.float64)
         """The discounted rewards so far of the windows in `pending`."""
+        self.values = np.zeros((streams if valued else 0, n_step), np.float64)
+        """The actor's values of the actions that begin the windows in `pending`, where rows come with such."""
+        self.valued = valued
         self._oldest = np.arange(n_step) == n_step - 1
 
     def grow(self, streams: int) -> None:
         """Make room for streams below `streams`."""
         super().grow(streams)
         self.sums = grown(self.sums, streams, 0)
+        if self.valued:
+            self.values = grown(self.values, streams, 0)
 
     def arrive(self, arrival: Arrival) -> Completed:
         """Take a group of rows in; return the items that they complete."""
@@ -151,6 +166,7 @@ class NStepWindows(Windows):
             column + 1,
             self.terminated[stream.take(which)],
             sums[which, column],
+            *self._value(arrival, which, column),
         )
         pending[:, 1:] = pending[:, :-1]
         pending[:, 0] = row
@@ -163,8 +179,19 @@ class NStepWindows(Windows):
         self._end(arrival)
         return completed
 
+    def _value(self, arrival: Arrival, which: Ints, column: Ints) -> tuple[Doubles | None, Doubles | None]:
+        """Return the actor's values [M] at the beginning and after the end of completed windows; note the new ones."""
+        if arrival.value is None or arrival.best is None:
+            return None, None
+        values = self.values.take(arrival.stream, axis=0)
+        first = values[which, column]
+        values[:, 1:] = values[:, :-1]
+        values[:, 0] = arrival.value
+        self.values[arrival.stream] = values
+        return first, arrival.best.take(which)
+
     def _arrays(self) -> tuple[str, ...]:
-        return (*super()._arrays(), "sums")
+        return (*super()._arrays(), "sums", *(("values",) if self.valued else ()))
 
 
 class SequenceWindows(Windows):
@@ -182,7 +209,8 @@ class SequenceWindows(Windows):
         # column j holds the j-th last start before this row: a multiple of the period, this many rows back
         newest = (age - 1) // window.period
         steps = age[:, None] - window.period * (newest[:, None] - np.arange(pending.shape[1]))
-        complete = (pending >= 0) & ((steps == window.length) | (final[:, None] & (steps > window.burn_in)))
+        long_enough = (steps > window.burn_in) | (steps == age[:, None])
+        complete = (pending >= 0) & ((steps == window.length) | (final[:, None] & long_enough))
         which, column = complete.nonzero()
         completed = Completed(
             pending[which, column],

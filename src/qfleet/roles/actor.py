@@ -1,35 +1,39 @@
 """Acts in environments and sends what happens: where every transition begins.
 
-Receives: Weights (latest value).
-Sends: Experience to its replay shard, or Rollouts to the learner when there is no replay.
-Waits for: room in that stream; without a replay also for the weights that its last rollout led to.
+Receives: Weights (latest value), or InferenceReplies where a server computes the values.
+Sends: Experience to its replay shard, or Rollouts to the learner when there is no replay; InferenceRequests.
+Waits for: room in that stream; without a replay also for the weights that its last rollout led to; for replies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from pydantic import Field
 
-from qfleet.algo.agent import AgentConfig
-from qfleet.algo.exploration import ExplorationConfig, choose, epsilons
-from qfleet.algo.flat import FlatParameters
+from qfleet.algo.agent import AgentConfig, ReplayAgent
+from qfleet.algo.exploration import ExplorationConfig, epsilons
 from qfleet.algo.networks import NetworkConfig, build_network
 from qfleet.core import seeding
 from qfleet.core.config import Config
+from qfleet.core.errors import ConfigError
 from qfleet.core.metrics import Window
-from qfleet.core.protocols import Counter, Sender, Subscriber
+from qfleet.core.protocols import Counter, Keep, Receiver, Sender, Subscriber
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.spec import EnvSpec
-from qfleet.core.types import Experience, Rollout, Version, Weights
+from qfleet.core.types import Experience, InferenceReply, InferenceRequest, Ints, Notice, Rollout, Version, Weights
 from qfleet.core.usercode import UserCode
-from qfleet.envs import EnvConfig, make_env
+from qfleet.envs import EnvConfig, Tick
+from qfleet.envs.stepping import make_stepping
+from qfleet.roles.inference_server import InferenceConfig, LocalInference, ServedInference
+from qfleet.roles.local import LocalActing
+from qfleet.roles.pending import Pending
+from qfleet.roles.progress import Progress
 from qfleet.roles.recorder import RolloutRecorder, RowRecorder
-from qfleet.roles.weight_store import WeightReader
+from qfleet.roles.served import ServedActing
 
 
 class ActorConfig(Config):
@@ -39,6 +43,10 @@ class ActorConfig(Config):
     """Environments of each actor."""
     unroll: int = Field(1, gt=0, le=4096)
     """Ticks of all environments between two messages."""
+    groups: int = Field(1, ge=1, le=64)
+    """Parts in which environments are acted for in turn, so that the others step meanwhile; 1 acts for all at once, as
+    runs that shall give the same numbers must. Environments in processes of their own (env.vectorisation "async") come
+    back in the order in which they are ready, so that a slow one does not hold up the others."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,9 @@ class ActorSetup:
     env_steps: int
     """Budget of the whole run."""
     code: UserCode
+    inference: InferenceConfig = field(default_factory=LocalInference)
+    valued: bool = False
+    """Whether replay makes the first priorities of the values that the actor acted by."""
 
 
 @dataclass(frozen=True)
@@ -64,67 +75,136 @@ class ActorHandles:
     """What an actor sees of the run."""
 
     experience: Sender[Experience | Rollout]
-    weights: Subscriber[Weights]
+    weights: Subscriber[Weights] | None
+    """None where a server computes the values."""
     env_steps: Counter
+    events: Sender[Notice] | None = None
+    requests: tuple[Sender[InferenceRequest], ...] = ()
+    """To the inference server, one for each part of the environments that may wait at a time."""
+    replies: tuple[Receiver[InferenceReply], ...] = ()
+    """From the inference server, in the same order."""
+    keep: Keep | None = None
 
 
 class Actor(Role):
-    """A vector of environments and a copy of the network."""
+    """A vector of environments, and what chooses their actions: a copy of the network, or a server's."""
 
     kind = "actor"
 
     def __init__(self, setup: ActorSetup, handles: ActorHandles) -> None:
         self._setup, self._handles = setup, handles
+        if setup.actor.groups > 1 and setup.agent.kind != "replay":
+            raise ConfigError(f"actor.groups {setup.actor.groups} needs agent.kind 'replay', not '{setup.agent.kind}'")
         envs = setup.actor.envs
         self._first_env, self._total_envs = setup.index * envs, setup.actors * envs
-        self._network = build_network(
-            setup.network, setup.agent, setup.spec, seed=setup.seed, custom=setup.code.network
-        )
-        self._network.explore()
-        self._noise = seeding.torch_stream(setup.seed, self.kind, setup.index, "noise")
-        self._network.set_generator(self._noise)
-        self._weights = WeightReader(FlatParameters(self._network), handles.weights)
-        self._rng = seeding.numpy_stream(setup.seed, self.kind, setup.index, "actions")
-        self._env = make_env(setup.env, envs, factory=setup.code.env)
-        seeds = seeding.episode_seeds(setup.seed, "training", envs, first=self._first_env)
-        self._observation, self._mask = self._env.reset(seeds)
+        self._progress = Progress(handles.keep)
+        life = self._progress.life
+        self._rng = seeding.numpy_stream(setup.seed, self.kind, setup.index, seeding.of_life("actions", life))
+        self._acting = _acting(setup, handles)
+        self._env = make_stepping(setup.env, envs, setup.actor.groups, setup.code.env)
+        first_seed = self._first_env + life * self._total_envs
+        seeds = seeding.episode_seeds(setup.seed, "training", envs, first=first_seed)
+        self._pending = Pending(*self._env.reset(seeds))
+        self._waiting = self._env.parts
+        # cut since the last message, to be named by the next one: the episodes of a former life are
+        self._broken: Ints = np.arange(envs if life else 0)
         self._recorder: RowRecorder | RolloutRecorder = (
-            RowRecorder(setup.spec, f"{self.kind}-{setup.index}", self._first_env)
+            RowRecorder(
+                setup.spec, f"{self.kind}-{setup.index}", self._first_env, self._progress.sequence, setup.valued
+            )
             if setup.agent.kind == "replay"
             else RolloutRecorder()
         )
         self._acted_with: Version | None = None
-        self._returns, self._lengths, self._episodes = Window(100), Window(100), 0
+        self._ticks = 0  # of the message that is being written
+        self._returns, self._lengths, self._episodes, self._cuts = Window(100), Window(100), 0, 0
 
     def step(self) -> Status:
         """Act for a few ticks and send what happened."""
-        if self._handles.env_steps.total() >= self._setup.env_steps:
+        over = self._handles.env_steps.total() >= self._setup.env_steps
+        if over and not self._ticks:
             self._handles.experience.close()
+            self._acting.close()
             return DONE
         if not self._handles.experience.ready():
             return Idle("what was sent is not used up yet", wake_on=(self._handles.experience,))
-        self._weights.refresh()
-        if isinstance(self._recorder, RolloutRecorder) and self._weights.version == self._acted_with:
-            return Idle("no newer weights yet", wake_on=(self._weights.edge,), deadline=0.01)
-        self._acted_with = self._weights.version
-        for _ in range(self._setup.actor.unroll):
-            self._tick()
-        self._handles.experience.send(self._recorder.message(self._weights.version))
+        self._acting.refresh()
+        if isinstance(self._recorder, RolloutRecorder) and self._acting.version == self._acted_with:
+            return Idle("no newer weights yet", wake_on=self._acting.wake_on, deadline=0.01)
+        self._acted_with = self._acting.version
+        if not over and (unfinished := self._play()) is not None:
+            return unfinished
+        self._ticks = 0
+        self._handles.experience.send(self._recorder.message(self._acting.version))
+        self._progress.sent(self._recorder.sequence)
+        self._tell_incidents()
         return WORKED
 
+    def _play(self) -> Status | None:
+        """Act for as many ticks as one message holds; fewer for a replay when an episode was cut, which the next names.
+
+        Returns a status where the values to act on are not there yet: the message is then written on later.
+        """
+        rows = isinstance(self._recorder, RowRecorder)
+        if isinstance(self._recorder, RowRecorder) and len(self._broken) and not self._ticks:
+            self._recorder.cut(self._broken)
+            self._broken = self._broken[:0]
+        while self._ticks < self._setup.actor.unroll * self._setup.actor.groups:
+            if rows and self._ticks and len(self._broken):
+                break
+            asked = self._act()
+            if not self._env.under_way():
+                return WORKED if asked else self._waits()
+            self._tick()
+            self._ticks += 1
+        return None
+
+    def _waits(self) -> Idle:
+        if not len(self._acting.asked):
+            return Idle("its environments are being begun anew", deadline=0.05)
+        assert isinstance(self._setup.inference, ServedInference)
+        seconds = self._setup.inference.resend_s
+        return Idle("the inference server has not answered", wake_on=self._acting.wake_on, deadline=seconds)
+
+    def _act(self) -> bool:
+        """Ask for the environments that wait, and act in those whose values are there; returns whether it asked."""
+        asked = False
+        while self._waiting and self._acting.room:
+            envs = self._waiting.pop(0)
+            self._acting.ask(*self._pending.seen(envs), envs)
+            asked = True
+        while (answered := self._acting.answered()) is not None:
+            choice = self._acting.act(self._epsilons()[answered], self._rng)
+            self._pending.choose(answered, choice)
+            self._env.send(choice.action, answered)
+        return asked
+
     def _tick(self) -> None:
-        self._network.resample_noise(self._noise)
-        with torch.inference_mode():
-            q = self._network.q({name: torch.from_numpy(leaf) for name, leaf in self._observation.items()}).numpy()
-        action = choose(q, self._epsilons(), self._mask, self._rng)
-        tick = self._env.step(action)
-        self._recorder.add(self._observation, self._mask, action, tick)
-        self._observation, self._mask = tick.observation, tick.mask
-        self._handles.env_steps.add(int(np.count_nonzero(tick.valid)))
+        """Write down what the next environments did."""
+        self.phase = "waiting for environments" if self._env.watched else "running"
+        envs, tick = self._env.receive()
+        self.phase = "running"
+        self._recorder.add(*self._pending.seen(envs), self._pending.chosen(envs), tick, envs)
+        self._acting.forget(envs[tick.terminated | tick.truncated | ~tick.valid])
+        self._pending.see(envs, tick)
+        self._waiting.append(envs)
+        self._broken = envs[tick.cut]
+        self._count(tick)
+
+    def _count(self, tick: Tick) -> None:
+        self._cuts += len(tick.cut)
+        steps = int(np.count_nonzero(tick.valid))
+        self._handles.env_steps.add(steps)
+        self._progress.count(steps)
         for score, length in zip(tick.scores, tick.score_lengths, strict=True):
             self._returns.add(float(score))
             self._lengths.add(float(length))
             self._episodes += 1
+
+    def _tell_incidents(self) -> None:
+        for text in self._env.incidents():
+            if self._handles.events is not None and self._handles.events.ready():
+                self._handles.events.send(Notice(self.kind, self._setup.index, "environment", text))
 
     def _epsilons(self) -> Any:
         step = self._handles.env_steps.total()
@@ -133,33 +213,48 @@ class Actor(Role):
     def metrics(self) -> Mapping[str, float]:
         """Return episode statistics and the present exploration."""
         values = {"episodes": float(self._episodes), "epsilon": float(self._epsilons().mean())}
+        values["env_steps"] = float(self._progress.counted)
         if self._episodes:
             values |= {"episode_return": self._returns.mean(), "episode_length": self._lengths.mean()}
+        if self._cuts:
+            values["cut_episodes"] = float(self._cuts)
+        if self._progress.lost:
+            values["lost_steps"] = float(self._progress.lost)
         return values
 
     def state_dict(self) -> State:
         """Return environments, random streams, weights and statistics."""
         return {
             "env": self._env.state_dict(),
+            "pending": None if self._setup.actor.groups == 1 else self._pending.state_dict(),
+            "broken": self._broken,
             "rng": seeding.numpy_state(self._rng),
-            "noise": self._noise.get_state(),
-            "weights": self._weights.state_dict(),
+            **self._acting.state_dict(),
+            "written": [self._ticks, self._recorder.open_rows() if isinstance(self._recorder, RowRecorder) else None],
             "acted_with": self._acted_with,
-            "sequence": self._recorder.sequence if isinstance(self._recorder, RowRecorder) else 0,
+            "sequence": self._recorder.sequence,
             "statistics": [self._returns.state_dict(), self._lengths.state_dict(), self._episodes],
         }
 
     def load_state_dict(self, state: State) -> None:
         """Continue; environments that cannot be restored begin new episodes, and their streams are cut."""
-        self._env.load_state_dict(state["env"])
-        self._observation, self._mask = self._env.current()
+        self._waiting = self._env.load_state_dict(state["env"])
+        self._pending = Pending(*self._env.current())
+        if state.get("pending") is not None:
+            under_way = np.setdiff1d(np.arange(self._env.num_envs), np.concatenate([[], *self._waiting]))
+            self._pending.load_state_dict(state["pending"], under_way)
+        self._broken = np.union1d(self._env.cut, state.get("broken", self._env.cut))
         seeding.restore_numpy(self._rng, state["rng"])
-        self._noise.set_state(state["noise"])
-        self._weights.load_state_dict(state["weights"])
+        self._acting.load_state_dict(state)
+        self._acting.forget(self._env.cut)
+        unasked = (np.setdiff1d(envs, self._acting.asked) for envs in self._waiting)
+        self._waiting = [envs for envs in unasked if len(envs)]
         self._acted_with = state["acted_with"]
-        if isinstance(self._recorder, RowRecorder):
-            self._recorder.sequence = state["sequence"]
-            self._recorder.cut(self._env.cut)
+        self._recorder.sequence = state["sequence"]
+        self._progress.sent(self._recorder.sequence)
+        if isinstance(self._recorder, RowRecorder) and "written" in state:  # version 0.1 wrote a message in one step
+            self._ticks, rows = state["written"]
+            self._recorder.reopen(rows)
         returns, lengths, self._episodes = state["statistics"]
         self._returns.load_state_dict(returns)
         self._lengths.load_state_dict(lengths)
@@ -167,3 +262,18 @@ class Actor(Role):
     def close(self) -> None:
         """Close the environments."""
         self._env.close()
+
+
+def _acting(setup: ActorSetup, handles: ActorHandles) -> LocalActing | ServedActing:
+    """Return what chooses actions."""
+    envs = setup.actor.envs
+    if isinstance(setup.inference, ServedInference):
+        assert isinstance(setup.agent, ReplayAgent)
+        life = 0 if handles.keep is None else handles.keep.life
+        resend_s = setup.inference.resend_s
+        return ServedActing(setup.agent, envs, handles.requests, handles.replies, life, resend_s)
+    assert handles.weights is not None
+    network = build_network(setup.network, setup.agent, setup.spec, seed=setup.seed, custom=setup.code.network)
+    purpose = seeding.of_life("noise", 0 if handles.keep is None else handles.keep.life)
+    noise = seeding.torch_stream(setup.seed, Actor.kind, setup.index, purpose)
+    return LocalActing(network, envs, noise, handles.weights, setup.inference.precision)

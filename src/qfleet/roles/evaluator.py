@@ -13,22 +13,21 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
 from qfleet.algo.agent import AgentConfig
-from qfleet.algo.exploration import choose
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.networks import NetworkConfig, QNetwork, build_network
 from qfleet.core import seeding
 from qfleet.core.config import Config
-from qfleet.core.protocols import Publisher, Receiver, Sender
+from qfleet.core.protocols import Keep, Publisher, Receiver, Sender
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.spec import EnvSpec
 from qfleet.core.types import Evaluated, Ints, Notice, Weights
 from qfleet.core.usercode import UserCode
 from qfleet.envs import EnvConfig, VectorEnv, make_env
+from qfleet.roles.acting import Acting
 
 Doubles = NDArray[np.float64]
 Playing = Generator[None, None, tuple[Doubles, Ints]]
@@ -80,6 +79,8 @@ class EvaluatorHandles:
     models: Receiver[Weights]
     events: Sender[Evaluated | Notice]
     score: Publisher[Evaluated]
+    keep: Keep | None = None
+    """Where the model under evaluation outlives the evaluator; None where nothing does."""
 
 
 class Evaluator(Role):
@@ -98,6 +99,9 @@ class Evaluator(Role):
         self._weights: Weights | None = None
         self._playing: Playing | None = None
         self._seconds = 0.0
+        kept = handles.keep.committed() if handles.keep and handles.keep.life else None
+        if kept is not None:
+            self.load_state_dict(kept)
 
     def step(self) -> Status:
         """Play a few ticks of the present evaluation, or begin the next one."""
@@ -120,6 +124,7 @@ class Evaluator(Role):
 
     def _begin(self, weights: Weights) -> Playing:
         self.phase, self._seconds = "evaluating", 0.0
+        self._commit()
         self._flat.load_numpy(weights.flat)
         config = self._setup.evaluation
         if self._env is None:
@@ -139,6 +144,12 @@ class Evaluator(Role):
         # The score is part of a checkpoint: without the weights, which are elsewhere, and the seconds, which vary.
         self._handles.score.publish(dataclasses.replace(result, weights=None, seconds=0.0))
         self._handles.events.send(result)
+        self._commit()
+
+    def _commit(self) -> None:
+        """Make the model under evaluation outlive this process, which evaluates it anew if it must."""
+        if self._handles.keep is not None:
+            self._handles.keep.commit(self.state_dict())
 
     def state_dict(self) -> State:
         """Return the best mean so far, and the weights of an unfinished evaluation, which begins anew."""
@@ -147,6 +158,7 @@ class Evaluator(Role):
     def load_state_dict(self, state: State) -> None:
         """Continue."""
         self._best, self._weights, self._playing = state["best"], state["weights"], None
+        self._commit()
 
     def close(self) -> None:
         """Close the environments."""
@@ -189,15 +201,16 @@ def _wave(
     """Play one episode in each of the first `len(seeds)` environments; surplus environments are stepped and ignored."""
     padded = [*seeds, *[seeds[-1]] * (env.num_envs - len(seeds))]
     observation, mask = env.reset(padded)
+    acting = Acting(network, env.num_envs)
     epsilon = np.full(env.num_envs, config.epsilon, np.float32)
     score, length = np.zeros(env.num_envs), np.zeros(env.num_envs, np.int64)
     going = np.arange(env.num_envs) < len(seeds)
     for number in range(config.max_episode_steps):
         if number % _TICKS == _TICKS - 1:
             yield
-        with torch.inference_mode():
-            q = network.q({name: torch.from_numpy(leaf) for name, leaf in observation.items()}).numpy()
-        tick = env.step(choose(q, epsilon, mask, rng))
+        tick = env.step(acting.act(observation, mask, epsilon, rng).action)
+        acting.forget(tick.terminated | tick.truncated | ~tick.valid)
+        score[tick.cut], length[tick.cut] = 0.0, 0  # its environment was lost; the episode begins anew
         counted = going & tick.valid
         score[counted] += tick.reward[counted]
         length[counted] += 1

@@ -7,27 +7,32 @@ Waits for: the next batch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 
-from qfleet.algo.agent import AgentConfig
+from qfleet.accel.choices import CHANGED, Choices, Job, choose
+from qfleet.accel.choose import workload
+from qfleet.accel.config import AccelConfig
+from qfleet.algo.agent import AgentConfig, RolloutAgent, TabularAgent
 from qfleet.algo.model_io import read_tensors
-from qfleet.algo.networks import NetworkConfig, build_network
+from qfleet.algo.networks import NetworkConfig, QNetwork, build_network
 from qfleet.algo.optim import OptimConfig
-from qfleet.algo.updates import Update, UpdateResult, build_update
+from qfleet.algo.updates import DeepUpdate, Update, UpdateResult, build_update
 from qfleet.algo.warmstart import warm_start
 from qfleet.core import seeding
 from qfleet.core.config import Config
 from qfleet.core.errors import QfleetError
-from qfleet.core.protocols import Counter, Publisher, Receiver, Sender, Subscriber
+from qfleet.core.protocols import Counter, Keep, Publisher, Receiver, Sender, Subscriber
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.spec import EnvSpec
-from qfleet.core.types import Batch, Evaluated, Notice, Priorities, Rollout, Version, Weights
+from qfleet.core.types import Batch, Evaluated, Ints, Notice, Priorities, Rollout, SequenceBatch, Version, Weights
 from qfleet.core.usercode import UserCode
 from qfleet.parallel.gradsync import GradientGroup
 from qfleet.roles.weight_store import snapshot
@@ -37,7 +42,7 @@ class LearnerConfig(Config):
     """How the network is trained."""
 
     batch_size: int = Field(128, gt=0)
-    """Transitions of one update, over all learner ranks together."""
+    """Transitions of one update (sequences, for an agent with memory), over all learner ranks together."""
     train_period: float = Field(4.0, gt=0)
     """Environment steps of the whole run for each update."""
     learning_starts: int = Field(1000, ge=1)
@@ -48,6 +53,8 @@ class LearnerConfig(Config):
     """Updates after which weights are published at the latest; an idle learner publishes at once."""
     skips: int = Field(3, gt=0)
     """Non-finite updates in a row that stop the run."""
+    snapshot_s: float = Field(10.0, gt=0)
+    """Seconds between two states that a learner keeps: what is lost at most when its process dies."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +89,14 @@ class LearnerSetup:
     """Directory of a model to begin with."""
     warm_start_part: Literal["all", "torso"]
     code: UserCode
+    accel: AccelConfig
 
 
 @dataclass(frozen=True)
 class LearnerHandles:
     """What a learner sees of the run; ranks other than the first publish nothing."""
 
-    batches: tuple[Receiver[Batch | Rollout], ...]
+    batches: tuple[Receiver[Batch | SequenceBatch | Rollout], ...]
     priorities: Sender[Priorities] | None
     weights: Publisher[Weights] | None
     models: Sender[Weights] | None
@@ -97,6 +105,8 @@ class LearnerHandles:
     env_steps: Counter
     updates: Counter
     """Updates of the run; the first rank counts."""
+    keep: Keep | None = None
+    """Where states outlive the learner; None where nothing does."""
 
 
 class Learner(Role):
@@ -114,6 +124,32 @@ class Learner(Role):
         self._lag_sum, self._reward_scale = 0, 1.0
         self._latest: dict[str, torch.Tensor] = {}
         self._published: Version | None = None
+        self._epoch = 0
+        self._kept_at = time.monotonic()
+        keep = handles.keep
+        self._far: Ints = np.zeros(2, np.int64) if keep is None else keep.array("far", (2,), np.int64)
+        """How many updates any life has made, and whether the last model was sent."""
+        if keep is not None and keep.life > 0:
+            self._recover(keep)
+
+    def _recover(self, keep: Keep) -> None:
+        """Begin with the last state that a former life kept, as a new epoch of the weights."""
+        kept = keep.committed() or {"life": 0, "state": None}
+        if kept["state"] is not None:
+            self._load(kept["state"])
+        self._epoch += keep.life - kept["life"]
+        self._commit()
+        lost = int(self._far[0]) - self._updates
+        self._far[0] = self._updates
+        self._notice("restarted", f"learner restarted from update {self._updates}: {lost} updates lost")
+
+    def _commit(self) -> State:
+        """Make the present state outlive this process; return it."""
+        state = self._state()
+        if self._handles.keep is not None:
+            self._handles.keep.commit({"life": self._handles.keep.life, "state": state})
+        self._kept_at = time.monotonic()
+        return state
 
     def _build_update(self) -> Update:
         setup, device = self._setup, torch.device(self._setup.device)
@@ -121,17 +157,39 @@ class Learner(Role):
         if setup.warm_start is not None:
             report = warm_start(network, read_tensors(setup.warm_start), setup.warm_start_part)
             self._notice("warm_start", str(report))
+        network = network.to(device)
+        generator = seeding.torch_stream(setup.seed, self.kind, purpose="update", device=device)
+        hook = self._group.all_reduce_ if self._group else None
+        self._choices = self._choose(network, device)
+        if self._choices is None:
+            return build_update(setup.agent, network, setup.optim, generator, setup.total_updates, hook)
+        self._notice("accel", self._choices.description)
         return build_update(
             setup.agent,
-            network.to(device),
+            network,
             setup.optim,
-            seeding.torch_stream(setup.seed, self.kind, purpose="update", device=device),
+            generator,
             setup.total_updates,
-            self._group.all_reduce_ if self._group else None,
+            hook,
+            self._choices.gradient,
+            self._choices.stepper,
         )
+
+    def _choose(self, network: QNetwork, device: torch.device) -> Choices | None:
+        """Return how updates are computed; None for tables and sequences, for which there is one way only."""
+        setup = self._setup
+        if isinstance(setup.agent, TabularAgent) or network.recurrent:
+            return None
+        barred = {"graphs": "only fused loops are recorded"}
+        if isinstance(setup.agent, RolloutAgent):
+            barred["compile"] = "a pipeline's minibatches differ in size"
+        work = workload(setup.agent, setup.network, setup.optim, setup.spec, setup.code)
+        return choose(Job(setup.accel, setup.agent, setup.optim, device, work, barred), network)
 
     def step(self) -> Status:
         """Do one update, or else publish what is new."""
+        if time.monotonic() - self._kept_at >= self._setup.learner.snapshot_s and self._handles.keep is not None:
+            self._commit()
         score = self._handles.score.latest()
         if score is not None:
             self._update.score(float(score.returns.mean()))
@@ -152,28 +210,39 @@ class Learner(Role):
             return self._finish()
         return Idle("no batch", wake_on=self._handles.batches)
 
-    def _learn(self, message: Batch | Rollout) -> None:
-        self._lag_sum += self._version.number - message.version.number
-        result = self._update(message)
+    def _learn(self, message: Batch | SequenceBatch | Rollout) -> None:
+        if message.version.epoch == self._epoch:  # numbers of two epochs cannot be compared
+            self._lag_sum += self._version.number - message.version.number
+        result = self._made(message)
         self._batches_seen += 1
         self._updates += result.updates
+        self._far[0] = self._updates
         self._latest = result.metrics
         if self._handles.weights is not None:
             self._handles.updates.add(result.updates)
-        if isinstance(message, Batch):
+        if isinstance(message, Batch | SequenceBatch):
             self._reward_scale = message.reward_scale
             if self._handles.priorities is not None and result.priority is not None:
                 self._handles.priorities.send(Priorities(message.index, message.generation, result.priority))
         self._guard(result)
 
+    def _made(self, message: Batch | SequenceBatch | Rollout) -> UpdateResult:
+        """Learn from a message; count by the device what only the device knows."""
+        if isinstance(self._update, DeepUpdate):
+            self._update.prepare()
+        result = self._update(message)
+        made = self._update.updates - self._updates
+        return replace(result, updates=made, skipped=result.updates + result.skipped - made)
+
     def _guard(self, result: UpdateResult) -> None:
-        """Name every skipped update; give up after several in a row."""
+        """Name every skipped update; give up after several in a row that no loss scale is to blame for."""
         self._skipped += result.skipped
         if not result.skipped or result.updates:
             self._skips = 0
         if not result.skipped:
             return
-        self._skips += 1
+        if self._choices is None or self._choices.forgiven() < result.skipped:
+            self._skips += 1
         text = f"update {self._updates + 1}: the loss or its gradient is not finite; the update was skipped"
         if self._skips >= self._setup.learner.skips:
             raise QfleetError(
@@ -190,7 +259,7 @@ class Learner(Role):
     @property
     def _version(self) -> Version:
         """Weights are numbered by the batches that made them."""
-        return Version(0, self._batches_seen)
+        return Version(self._epoch, self._batches_seen)
 
     def _publish(self) -> bool:
         """Publish the weights unless the newest are out already."""
@@ -219,11 +288,12 @@ class Learner(Role):
 
     def _finish(self) -> Status:
         """Have the last weights evaluated too, then end."""
-        if self._handles.models is not None:
+        if self._handles.models is not None and not self._far[1]:
             if not self._handles.models.ready():
                 return Idle("the evaluator is busy", wake_on=(self._handles.models,))
             self._handles.models.send(self._model())
             self._handles.models.close()
+            self._far[1] = True
         return DONE
 
     def metrics(self) -> Mapping[str, float]:
@@ -239,21 +309,38 @@ class Learner(Role):
         }
 
     def state_dict(self) -> State:
-        """Return networks, optimiser, schedules and counters."""
+        """Return networks, optimiser, schedules and counters, which a later life begins with, too."""
+        return self._commit()
+
+    def _state(self) -> State:
         return {
             "update": self._update.state_dict(),
             "counters": [self._batches_seen, self._updates, self._skips, self._skipped, self._evaluations_due],
             "published": self._published,
             "lag_sum": self._lag_sum,
             "reward_scale": self._reward_scale,
+            "settings": self._settings,
+            "epoch": self._epoch,
         }
 
     def load_state_dict(self, state: State) -> None:
         """Continue."""
+        self._load(state)
+        self._far[0] = self._updates
+        self._commit()
+
+    def _load(self, state: State) -> None:
         self._update.load_state_dict(state["update"])
         self._batches_seen, self._updates, self._skips, self._skipped, self._evaluations_due = state["counters"]
         self._published, self._lag_sum = state["published"], state["lag_sum"]
-        self._reward_scale = state["reward_scale"]
+        self._reward_scale, self._epoch = state["reward_scale"], state.get("epoch", 0)
+        if state.get("settings", self._settings) != self._settings:
+            self._notice("accel_changed", CHANGED)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """How updates are computed, as it is saved."""
+        return {} if self._choices is None else self._choices.settings.model_dump()
 
     def close(self) -> None:
         """Leave the learner group."""

@@ -6,41 +6,51 @@ from typing import Any
 
 import numpy as np
 
+from qfleet.core.role import State
 from qfleet.core.spec import EnvSpec
-from qfleet.core.types import Bools, Experience, Ints, Leaves, Rollout, Version
+from qfleet.core.types import Bools, Experience, Floats, Ints, Leaves, Rollout, Version
 from qfleet.envs.vector import Tick
+from qfleet.roles.acting import Choice
 
 
 class RowRecorder:
     """Collects ticks as rows: one per transition, and one more for the observation after an episode's end."""
 
-    def __init__(self, spec: EnvSpec, source: str, first_stream: int) -> None:
-        self._spec, self._source, self._first_stream = spec, source, first_stream
+    def __init__(self, spec: EnvSpec, source: str, first_stream: int, sequence: int = 0, valued: bool = False) -> None:
+        """Number messages from `sequence`; with `valued` each row carries the values that it was chosen by."""
+        self._spec, self._source, self._first_stream, self._valued = spec, source, first_stream, valued
         self._groups: list[dict[str, Any]] = []
         self._cut = np.zeros(0, np.int64)
-        self.sequence = 0
+        self.sequence = sequence
 
     def cut(self, envs: Ints) -> None:
         """Note environments whose open episode broke off before the next tick."""
-        self._cut = self._first_stream + envs
+        self._cut = np.union1d(self._cut, self._first_stream + envs)
 
-    def add(self, observation: Leaves, mask: Bools | None, action: Ints, tick: Tick) -> None:
-        """Write down one tick: what was seen [E, ...] and done [E], and what came of it."""
+    def add(
+        self, observation: Leaves, mask: Bools | None, choice: Choice, tick: Tick, envs: Ints | None = None
+    ) -> None:
+        """Write down one tick of environments `envs` [E], of all if None: what was seen [E, ...], done, and led to."""
         valid = np.flatnonzero(tick.valid)
+        stream = self._first_stream + (np.arange(len(tick.valid)) if envs is None else envs)
+        best = _best(choice.q, mask) if self._valued else None
         self._groups.append({
-            "stream": self._first_stream + valid,
+            "stream": stream[valid],
             "observation": self._frames({name: leaf[valid] for name, leaf in observation.items()}),
-            "action": action[valid],
+            "action": choice.action[valid],
             "reward": tick.reward[valid],
             "terminated": tick.terminated[valid],
             "truncated": tick.truncated[valid],
             "final": np.zeros(len(valid), np.bool_),
             "mask": None if mask is None else mask[valid],
+            "extras": {name: leaf[valid] for name, leaf in choice.extras.items()},
+            "value": None if best is None else choice.q[valid, choice.action[valid]],
+            "best": None if best is None else best[valid],
         })  # fmt: skip
         ended = len(tick.finished)
         if ended:
             self._groups.append({
-                "stream": self._first_stream + tick.finished,
+                "stream": stream[tick.finished],
                 "observation": self._frames(tick.final_observation),
                 "action": np.zeros(ended, np.int64),
                 "reward": np.zeros(ended, np.float32),
@@ -48,6 +58,10 @@ class RowRecorder:
                 "truncated": np.zeros(ended, np.bool_),
                 "final": np.ones(ended, np.bool_),
                 "mask": tick.final_mask,
+                "extras": {n: np.zeros((ended, *leaf.shape[1:]), leaf.dtype) for n, leaf in choice.extras.items()},
+                "value": None if best is None else np.zeros(ended, np.float32),
+                # nobody asks for the value after a cut episode's end; the one before its last step is near to it
+                "best": None if best is None else best[tick.finished],
             })  # fmt: skip
 
     def message(self, version: Version) -> Experience:
@@ -61,6 +75,14 @@ class RowRecorder:
             source=self._source, sequence=self.sequence - 1, version=version, offsets=offsets, cut=cut, **joined
         )
 
+    def open_rows(self) -> State:
+        """Return what was written down since the last message."""
+        return {"groups": list(self._groups), "cut": self._cut}
+
+    def reopen(self, state: State) -> None:
+        """Continue with what `open_rows` returned."""
+        self._groups, self._cut = list(state["groups"]), state["cut"]
+
     def _frames(self, leaves: Leaves) -> Leaves:
         """Return the newest frame of each stacked leaf; replay rebuilds the stacks."""
         return {n: leaf[:, -1] if self._spec.observations[n].stack > 1 else leaf for n, leaf in leaves.items()}
@@ -71,14 +93,18 @@ class RolloutRecorder:
 
     def __init__(self) -> None:
         self._ticks: list[tuple[Leaves, Bools | None, Ints, Tick]] = []
+        self.sequence = 0
 
-    def add(self, observation: Leaves, mask: Bools | None, action: Ints, tick: Tick) -> None:
-        """Write down one tick: what was seen [E, ...] and done [E], and what came of it."""
-        self._ticks.append((observation, mask, action, tick))
+    def add(
+        self, observation: Leaves, mask: Bools | None, choice: Choice, tick: Tick, envs: Ints | None = None
+    ) -> None:
+        """Write down one tick of all environments: what was seen [E, ...] and done [E], and what came of it."""
+        self._ticks.append((observation, mask, choice.action, tick))
 
     def message(self, version: Version) -> Rollout:
         """Return everything since the last message, and what the environments show now."""
         recorded, self._ticks = self._ticks, []
+        self.sequence += 1
         ticks = [tick for *_, tick in recorded]
         last = ticks[-1]
         seen = [observation for observation, *_ in recorded]
@@ -97,6 +123,12 @@ class RolloutRecorder:
             mask=None if last.mask is None else np.stack([*masks, last.mask]),
             final_mask=_join([tick.final_mask for tick in ticks]),
         )
+
+
+def _best(q: Floats, mask: Bools | None) -> Floats:
+    """Return the highest of the values [E, A] that the mask allows [E]."""
+    highest: Floats = np.max(q, axis=1) if mask is None else np.max(q, axis=1, initial=-np.inf, where=mask)
+    return highest
 
 
 def _join(parts: list[Any]) -> Any:

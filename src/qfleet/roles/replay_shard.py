@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ import numpy as np
 
 from qfleet.algo.schedules import Schedule
 from qfleet.core import seeding
-from qfleet.core.protocols import Counter, Receiver, Sender
+from qfleet.core.errors import QfleetError
+from qfleet.core.failpoints import failpoint
+from qfleet.core.protocols import Counter, Keep, Receiver, Sender
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
-from qfleet.core.spec import EnvSpec
-from qfleet.core.types import Batch, Experience, Priorities, Version
-from qfleet.replay import RateLimiter, Replay, ReplayConfig
+from qfleet.core.spec import EnvSpec, LeafSpec
+from qfleet.core.types import Batch, Experience, Priorities, SequenceBatch, Version
+from qfleet.replay import RateLimiter, Replay, ReplayConfig, SequenceWindow
+from qfleet.replay.storage import remove_files
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,10 @@ class ShardSetup:
     index: int
     directory: Path | None
     """Where the memory-mapped tier puts its files."""
+    sequence: SequenceWindow | None = None
+    """How episodes are cut into sequences, for agents with memory; None for transitions."""
+    extras: Mapping[str, LeafSpec] = field(default_factory=dict)
+    """What actors send with each row besides."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +60,14 @@ class ShardHandles:
     experience: tuple[Receiver[Experience], ...]
     priorities: tuple[Receiver[Priorities], ...]
     """One for each learner rank; none for uniform sampling."""
-    batches: tuple[Sender[Batch], ...]
+    batches: tuple[Sender[Batch | SequenceBatch], ...]
     """One for each learner rank."""
     env_steps: Counter
     inserts: Counter
     samples: Counter
     """Batches drawn by all shards."""
+    keep: Keep | None = None
+    """Where rows and ledger outlive the shard; None where nothing does."""
 
 
 class ReplayShard(Role):
@@ -68,15 +77,22 @@ class ReplayShard(Role):
 
     def __init__(self, setup: ShardSetup, handles: ShardHandles) -> None:
         self._setup, self._handles = setup, handles
+        keep, life = handles.keep, handles.keep.life if handles.keep else 0
+        if life == 0 and setup.directory is not None:
+            remove_files(setup.directory)  # of a run that was killed
         self._replay = Replay(
             setup.replay,
             setup.spec,
             streams=setup.streams,
             n_step=setup.n_step,
             gamma=setup.gamma,
-            rng=seeding.numpy_stream(setup.seed, self.kind, setup.index, "sampling"),
+            rng=seeding.numpy_stream(setup.seed, self.kind, setup.index, seeding.of_life("sampling", life)),
+            sequence=setup.sequence,
+            extras=setup.extras,
             directory=setup.directory,
             normalise_rewards=setup.normalise_rewards,
+            allocate=keep.array if keep else None,
+            life=life,
         )
         self._limiter = RateLimiter(
             train_period=setup.train_period,
@@ -86,10 +102,43 @@ class ReplayShard(Role):
         )
         self._version = Version()
         self._turn = 0
+        if keep is not None and life > 0:
+            self._recover(keep)
+
+    def _recover(self, keep: Keep) -> None:
+        """Be the shard of the last commit; what came after it is still in the streams."""
+        if len(self._handles.batches) > 1:
+            raise QfleetError(
+                "the replay shard's process died, and the learners may have got different numbers of batches: "
+                "only a run with one learner goes on; resume from the last checkpoint"
+            )
+        ledger = keep.committed() or self._ledger()  # without a commit: that of an empty replay
+        self._replay.recover(ledger["replay"])
+        self._limiter.forgiven = ledger["forgiven"]
+        self._version, self._turn = ledger["version"], ledger["turn"]
+        inserts = self._handles.inserts  # no other role writes this counter
+        inserts.add(self._replay.counts["inserted"] - inserts.total())
+
+    def _ledger(self) -> State:
+        return {
+            "replay": self._replay.ledger(),
+            "forgiven": self._limiter.forgiven,
+            "version": self._version,
+            "turn": self._turn,
+        }
+
+    def _commit(self) -> None:
+        """Make everything up to here outlive this process; messages leave their streams only after that."""
+        if self._handles.keep is not None:
+            failpoint("replay.before_commit")
+            self._handles.keep.commit(self._ledger())
+            failpoint("replay.after_commit")
 
     def step(self) -> Status:
         """Take in priorities and experience, then draw at most one batch."""
         took = self._take_priorities() + self._take_experience()
+        if took:
+            self._commit()
         room = all(sender.ready() for sender in self._handles.batches)
         due = self._limiter.may_sample() and len(self._replay) > 0
         if due and room:
@@ -128,7 +177,8 @@ class ReplayShard(Role):
 
     def _send_batch(self) -> None:
         beta = self._setup.beta.at(self._handles.env_steps.total())
-        batch = self._replay.sample(self._setup.batch_size, beta)
+        draw = self._replay.sample_sequences if self._setup.sequence else self._replay.sample
+        batch: Batch | SequenceBatch = draw(self._setup.batch_size, beta)
         batch = dataclasses.replace(batch, version=self._version, global_size=self._setup.batch_size)
         self._handles.samples.add(1)
         ranks = len(self._handles.batches)
@@ -156,9 +206,15 @@ class ReplayShard(Role):
         self._limiter.load_state_dict(state["limiter"])
         self._limiter.forgive()
         self._version, self._turn = state["version"], state["turn"]
+        self._commit()
+
+    def close(self) -> None:
+        """Delete the files of the mapped tier."""
+        if self._setup.directory is not None:
+            remove_files(self._setup.directory)
 
 
-def _every(batch: Batch, rank: int, ranks: int) -> Batch:
+def _every(batch: Batch | SequenceBatch, rank: int, ranks: int) -> Batch | SequenceBatch:
     """Return the rows of one learner rank: every `ranks`-th stratum of the one global draw."""
 
     def part(value: Any) -> Any:

@@ -10,20 +10,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from qfleet.core.protocols import Counter, Publisher, Receiver, Sender, Subscriber
+from qfleet.core.protocols import Counter, Keep, Publisher, Receiver, Sender, Subscriber
 from qfleet.core.role import Role
 
 
 @dataclass(frozen=True)
 class End:
-    """One end of an edge, to be opened by a placement for the role that holds it."""
+    """One end of an edge, or a keep, to be opened by a placement for the role that holds it."""
 
     edge: str
-    side: Literal["sender", "receiver", "publisher", "subscriber", "counter"]
+    side: Literal["sender", "receiver", "publisher", "subscriber", "counter", "keep"]
     capacity: int = 0
     """How many messages a stream holds at most."""
     reader: int = 0
     """Which of a latest-value edge's subscribers, or of a counter's writers, this is."""
+    views: bool = False
+    """Whether what is received may lie in memory that is used again: arrays of a stream's message after the step that
+    received it, those of a latest value after the next one."""
+    asking: bool = False
+    """Whether a stream carries only what a source needs to go on: requests and their replies."""
+    optional: bool = False
+    """Whether a checkpoint may lack it, as those of older versions do: it then begins empty."""
+    setting: str = ""
+    """Of a keep or a sender: the setting that its size follows from, for the message when there is no room."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,10 @@ class Graph:
     """Number of subscribers of each latest-value edge by name."""
     counters: dict[str, int] = field(default_factory=dict)
     """Number of writers of each counter by name."""
+    keeps: set[str] = field(default_factory=set)
+    """Names of the keeps."""
+    optional: set[str] = field(default_factory=set)
+    """Names of the streams that a checkpoint may lack."""
 
     def add(self, role: type[Role], config: Any, handles: Any) -> None:
         """Add a role; its index counts the roles of its kind."""
@@ -61,27 +74,53 @@ class Graph:
         build = cast("Callable[[Any, Any], Role]", role)
         self.nodes.append(Node(role.kind, index, build, config, handles))
 
-    def stream(self, name: str, capacity: int) -> tuple[Sender[Any], Receiver[Any]]:
-        """Draw a bounded stream from one role to another; returns its two ends."""
+    def stream(
+        self,
+        name: str,
+        capacity: int,
+        views: bool = False,
+        setting: str = "",
+        asking: bool = False,
+        optional: bool = False,
+    ) -> tuple[Sender[Any], Receiver[Any]]:
+        """Draw a bounded stream from one role to another; returns its two ends.
+
+        With `views` a message's arrays may be gone after the step that received it: for roles that use them up.
+        `setting` is what the size of its messages follows from. With `asking` a role that receives nothing else is a
+        source all the same: it only asks for what it needs to go on. An `optional` one begins empty where a checkpoint
+        does not know it.
+        """
         if name in self.streams:
             raise ValueError(f"the stream '{name}' is drawn twice")
         self.streams[name] = capacity
-        return cast("Sender[Any]", End(name, "sender", capacity)), cast(
-            "Receiver[Any]", End(name, "receiver", capacity)
-        )
+        if optional:
+            self.optional.add(name)
+        receiver = End(name, "receiver", capacity, views=views, asking=asking, optional=optional)
+        sender = End(name, "sender", capacity, setting=setting, optional=optional)
+        return cast("Sender[Any]", sender), cast("Receiver[Any]", receiver)
 
     def publisher(self, name: str) -> Publisher[Any]:
         """Return the writing end of a latest-value edge."""
         self.latest_values.setdefault(name, 0)
         return cast("Publisher[Any]", End(name, "publisher"))
 
-    def subscriber(self, name: str) -> Subscriber[Any]:
-        """Return one more reading end of a latest-value edge."""
-        return cast("Subscriber[Any]", End(name, "subscriber", reader=_next(self.latest_values, name)))
+    def subscriber(self, name: str, views: bool = False) -> Subscriber[Any]:
+        """Return one more reading end of a latest-value edge.
+
+        With `views` a value's arrays may be gone when the next one is read: for roles that copy them at once.
+        """
+        return cast("Subscriber[Any]", End(name, "subscriber", reader=_next(self.latest_values, name), views=views))
 
     def counter(self, name: str) -> Counter:
         """Return one more writer's end of a run-wide counter."""
         return cast("Counter", End(name, "counter", reader=_next(self.counters, name)))
+
+    def keep(self, name: str, setting: str = "") -> Keep:
+        """Return the memory of one role that outlives its process; `setting` is what its size follows from."""
+        if name in self.keeps:
+            raise ValueError(f"the keep '{name}' is drawn twice")
+        self.keeps.add(name)
+        return cast("Keep", End(name, "keep", setting=setting))
 
 
 def _next(counts: dict[str, int], name: str) -> int:

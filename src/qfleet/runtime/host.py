@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qfleet.core.errors import Deadlock, QfleetError, RoleFailure
+from qfleet.core.failpoints import failpoint
 from qfleet.core.protocols import Report
 from qfleet.core.role import Done, Idle, Role, Status, Worked
 from qfleet.runtime.graph import End, Node, ends, open_handles
@@ -29,16 +30,21 @@ class Hosted:
     busy_s: float = 0.0
     idle_s: dict[str, float] = field(default_factory=dict)
     """Seconds idle, by reason."""
+    stepping_since: float | None = None
+    """When the present step began, by `time.monotonic`, for those who watch from another thread."""
 
     def step(self) -> None:
         """Step the role once; any failure becomes one error that names the role."""
         began = time.perf_counter()
+        self.stepping_since = time.monotonic()
         try:
+            failpoint("worker.step")
             self.status = self.role.step()
         except QfleetError:
             raise
         except Exception as error:
             raise RoleFailure(self.node.kind, self.node.index, f"{type(error).__name__}: {error}") from error
+        self.stepping_since = None
         self.busy_s += time.perf_counter() - began
 
     def report(self) -> Report:
@@ -75,10 +81,17 @@ class Host:
     """Steps its roles in a fixed order, round after round.
 
     Without a `wait` nothing outside this host can wake a role: idle roles without a deadline are then a deadlock.
+    `acknowledge` is called when a step has returned: what it received is then used up.
     """
 
-    def __init__(self, hosted: Sequence[Hosted], wait: Wait | None = None) -> None:
+    def __init__(
+        self,
+        hosted: Sequence[Hosted],
+        wait: Wait | None = None,
+        acknowledge: Callable[[], None] | None = None,
+    ) -> None:
         self.hosted = list(hosted)
+        self._acknowledge = acknowledge
         self._relays = [h for h in self.hosted if _receives(h.node)]
         self._sources = [h for h in self.hosted if not _receives(h.node)]
         self._wait = wait
@@ -102,6 +115,8 @@ class Host:
         for hosted in roles:
             if not isinstance(hosted.status, Done):
                 hosted.step()
+                if self._acknowledge is not None:
+                    self._acknowledge()
                 worked = worked or not isinstance(hosted.status, Idle)
         return worked
 
@@ -124,4 +139,4 @@ class Host:
 
 
 def _receives(node: Node) -> bool:
-    return any(end.side == "receiver" for end in ends(node.handles))
+    return any(end.side == "receiver" and not end.asking for end in ends(node.handles))

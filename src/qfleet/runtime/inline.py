@@ -7,13 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qfleet.core import codec
+from qfleet.core import codec, failpoints
 from qfleet.core.errors import CheckpointError
-from qfleet.core.protocols import Report
+from qfleet.core.protocols import Incident, Report
 from qfleet.core.role import State
+from qfleet.core.types import Notice
 from qfleet.runtime import checkpoint
 from qfleet.runtime.graph import End, Graph
 from qfleet.runtime.host import Host, build
+from qfleet.runtime.keeps import LocalKeep
 
 Copy = Callable[[Any], Any]
 
@@ -106,14 +108,18 @@ class InlinePlacement:
     name = "inline"
 
     def __init__(self, graph: Graph, strict: bool = False) -> None:
+        failpoints.arm(failpoints.wanted(), self.name)
         self._copy: Copy = codec.roundtrip if strict else _same
         self._edges: dict[str, Any] = {}
+        self._optional = graph.optional
         self._subscribers: dict[str, LocalSubscriber] = {}
         self._host = Host([build(node, self.open) for node in graph.nodes])
 
     def open(self, end: Any) -> Any:
         """Return the live handle for an end; the run's monitor opens its own ends here too."""
         assert isinstance(end, End)
+        if end.side == "keep":
+            return LocalKeep()
         if end.side in ("sender", "receiver"):
             return self._edges.setdefault(end.edge, LocalStream(end.capacity, self._copy))
         if end.side == "counter":
@@ -135,6 +141,10 @@ class InlinePlacement:
     def reports(self) -> list[Report]:
         """Return what is known of every role now."""
         return [hosted.report() for hosted in self._host.hosted]
+
+    def incidents(self) -> list[Incident | Notice]:
+        """Return nothing: one process lives or dies as a whole."""
+        return []
 
     def pause(self) -> None:
         """Do nothing: between two calls of `advance` nothing moves."""
@@ -159,6 +169,8 @@ class InlinePlacement:
         saved = checkpoint.read_state(directory, "edges")
         for name, edge in self._edges.items():
             if name not in saved["edges"]:
+                if name in self._optional:
+                    continue
                 raise CheckpointError(f"{directory} has no edge '{name}': it was made by a differently arranged run")
             content = saved["edges"][name]
             if isinstance(edge, LocalStream):

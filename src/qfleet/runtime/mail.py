@@ -14,6 +14,7 @@ from qfleet.core.role import State
 from qfleet.runtime import framing
 from qfleet.runtime.framing import Buffer, Frame
 from qfleet.runtime.graph import End, Graph, ends
+from qfleet.runtime.keeps import LocalKeep
 
 CALLER = "caller"
 """The holder of all ends that no role holds."""
@@ -43,7 +44,7 @@ class Routes:
 
 def find_routes(graph: Graph) -> Routes:
     """Return who holds which end: a node, or else the caller."""
-    routes = Routes({node.name: ends(node.handles) for node in graph.nodes})
+    routes = Routes({node.name: [e for e in ends(node.handles) if e.side != "keep"] for node in graph.nodes})
     drawn: list[End] = []
     for edge, capacity in graph.streams.items():
         drawn += [End(edge, "sender", capacity), End(edge, "receiver", capacity)]
@@ -122,6 +123,9 @@ class MailReceiver:
     def exhausted(self) -> bool:
         """Return whether the sender closed the stream and nothing is left of it."""
         return self._next in self._arrived and self._arrived[self._next] is None
+
+    def acknowledge(self) -> None:
+        """Do nothing: a role that dies here is not begun anew, so a message is taken when it is received."""
 
     def state(self) -> list[Any]:
         """Return the messages that are here and not taken; all roles are paused."""
@@ -250,7 +254,7 @@ class MailRoom:
 
     def open(self, end: End) -> Any:
         """Return the live handle of an end."""
-        return self._ends[end.edge, end.side, end.reader]
+        return LocalKeep() if end.side == "keep" else self._ends[end.edge, end.side, end.reader]
 
     def wait(self, waitables: Sequence[Any], seconds: float | None) -> None:
         """Wait for any news."""

@@ -6,6 +6,7 @@ unlinks when any attached process exits.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -18,8 +19,23 @@ from pathlib import Path
 import numpy as np
 
 from qfleet.core.errors import QfleetError
-from qfleet.runtime import framing
 from qfleet.runtime.framing import Buffer, Frame
+
+
+class NoRoom(QfleetError):
+    """The shared-memory folder cannot hold a file; sizes in bytes."""
+
+    def __init__(self, needed: int, free: int, root: Path) -> None:
+        self._needed, self._free, self._root = needed, free, root
+        super().__init__(self.told("a file", ""))
+
+    def told(self, what: str, setting: str) -> str:
+        """Return the message for the person who can change the setting."""
+        remedy = f", or lower {setting}" if setting else ""
+        return (
+            f"shared memory is too small: {what} takes {self._needed / 1e6:.1f} MB and {self._free / 1e6:.1f} MB are "
+            f"free in {self._root}; make it larger (docker run --shm-size=...){remedy}"
+        )
 
 
 class RunFolder:
@@ -77,14 +93,11 @@ def create(path: Path, nbytes: int) -> Buffer:
         os.posix_fallocate(descriptor, 0, nbytes)
         return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
     except OSError as error:
+        os.ftruncate(descriptor, 0)  # some systems keep what was reserved before the room ended
         path.unlink()
         if error.errno != errno.ENOSPC:
             raise
-        free = shutil.disk_usage(path.parent).free
-        raise QfleetError(
-            f"shared memory is full: {nbytes / 1e6:.1f} MB more are needed and {free / 1e6:.1f} MB are free in "
-            f"{path.parent.parent}; make it larger (docker run --shm-size=...) or lower a stream's capacity"
-        ) from error
+        raise NoRoom(nbytes, shutil.disk_usage(path.parent).free, path.parent.parent) from error
     finally:
         os.close(descriptor)
 
@@ -99,18 +112,25 @@ def attach(path: Path) -> Buffer:
 
 
 class SlotWriter:
-    """Writes frames into one slot, a file that is made anew under the next generation when a frame outgrows it."""
+    """Writes frames into one slot, a file that is made anew under the next generation when a frame outgrows it.
+
+    `generation` is that of the file which a former writer left, 0 if there was none.
+    """
 
     def __init__(self, stem: Path, generation: int = 0) -> None:
         self._stem = stem
         self.generation = generation
         self._buffer: Buffer = np.empty(0, np.uint8)
+        if generation:
+            with contextlib.suppress(FileNotFoundError):  # a writer that died while it replaced the file
+                self._buffer = attach(_generation_path(stem, generation))
 
     def write(self, frame: Frame) -> Buffer:
         """Write a frame; returns the bytes as they lie in the slot."""
         if frame.nbytes > self._buffer.size:
-            old = _generation_path(self._stem, self.generation)
-            self._buffer = create(_generation_path(self._stem, self.generation + 1), _roomy(frame.nbytes))
+            old, new = (_generation_path(self._stem, self.generation + more) for more in (0, 1))
+            new.unlink(missing_ok=True)  # of a writer that died before it told anybody of it
+            self._buffer = create(new, _roomy(frame.nbytes))
             self.generation += 1
             old.unlink(missing_ok=True)
         written = self._buffer[: frame.nbytes]
@@ -119,19 +139,19 @@ class SlotWriter:
 
 
 class SlotReader:
-    """Copies frames out of one slot."""
+    """Finds frames in one slot."""
 
     def __init__(self, stem: Path) -> None:
         self._stem = stem
         self._generation = 0
         self._buffer: Buffer = np.empty(0, np.uint8)
 
-    def read(self, generation: int, nbytes: int) -> Buffer:
-        """Return a copy of the frame that was written there."""
+    def view(self, generation: int, nbytes: int) -> Buffer:
+        """Return the frame that was written there, as it lies in the slot."""
         if generation != self._generation:
             self._buffer = attach(_generation_path(self._stem, generation))
             self._generation = generation
-        return framing.copy(self._buffer[:nbytes])
+        return self._buffer[:nbytes]
 
 
 def _generation_path(stem: Path, generation: int) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
+import math
 import multiprocessing
 import os
 import pickle
@@ -18,48 +18,74 @@ import threading
 import time
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from qfleet.core import failpoints
 from qfleet.core.errors import ConfigError
 from qfleet.core.protocols import Report
-from qfleet.runtime.channels import Ports, lay_out
-from qfleet.runtime.graph import Graph, Node
+from qfleet.core.types import Notice
+from qfleet.runtime.channels import Ports, StreamLevels, lay_out
+from qfleet.runtime.graph import Graph, Node, ends
 from qfleet.runtime.memory import RunFolder
+from qfleet.runtime.restarts import Restarts
 from qfleet.runtime.supervisor import Member, SupervisedPlacement
+from qfleet.runtime.watchdog import Standstill, Watchdog
 from qfleet.runtime.worker import Answer, Command, OpenEnds, Worker, failed, set_threads
 
 _HEARTBEAT_S = 0.5
 _STOP_S, _TERMINATE_S, _KILL_S = 5.0, 1.0, 5.0
 """How long a child may take to close its role, to heed SIGTERM, and to be gone after SIGKILL."""
-_PR_SET_PDEATHSIG = 1
+_CROWDED = 4
+"""Processes for each core from which on a person is told."""
 
 
 class ProcessPlacement(SupervisedPlacement):
     """Runs each node of a graph in its own process.
 
     `spawn` names the kinds of roles that must not be forked; `threads` gives the threads of torch and OpenMP by kind,
-    one where not given.
+    one where not given. A role that holds a keep and dies or hangs is begun anew, unless it is one of several of a
+    kind in `groups`, which live and die together: `restarts` times if its deaths follow each other quickly. It hangs
+    when one of its steps takes longer than `stall` seconds.
     """
 
     name = "processes"
 
-    def __init__(self, graph: Graph, spawn: Collection[str] = (), threads: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        spawn: Collection[str] = (),
+        threads: Mapping[str, int] | None = None,
+        groups: Collection[str] = (),
+        restarts: int = 5,
+        stall: float = 60.0,
+    ) -> None:
         super().__init__(graph)
+        failpoints.arm(failpoints.wanted(), "supervisor", everyone=False)
         payloads = [_payload(node) for node in graph.nodes]
+        self._mortal = _mortal(graph, groups)
+        self._restarts, self._watchdog, self._standstill = Restarts(restarts), Watchdog(stall), Standstill()
         self._folder = RunFolder()
+        self._setups: dict[str, _Setup] = {}
         self._children: dict[str, _Child] = {}
+        self._due: dict[str, float] = {}
+        """When the dead are begun anew."""
+        self._warn_of_crowd()
         atexit.register(self.close)  # before multiprocessing's own handler, which would wait for the children
         try:
             ports, self._ports = lay_out(graph, self._folder.path)
+            self._levels = StreamLevels(graph, self._folder.path)
             self._ends = OpenEnds(self._ports.open)
             _preload(graph)
             for node, payload in zip(graph.nodes, payloads, strict=True):
                 method = "spawn" if node.kind in spawn else "forkserver"
-                setup = _Setup(payload, ports[node.name], (threads or {}).get(node.kind, 1))
-                self._children[node.name] = _Child(node.name, method, setup)
+                count = (threads or {}).get(node.kind, 1)
+                self._setups[node.name] = _Setup(node.name, payload, ports[node.name], method, count)
+            for name, setup in self._setups.items():
+                self._children[name] = _Child(setup)
             self._await("built")
         except BaseException:
             self.close()
@@ -70,15 +96,75 @@ class ProcessPlacement(SupervisedPlacement):
         return self._ends.open(end)
 
     def pids(self) -> dict[str, int]:
-        """Return the process numbers by node name, for tools that watch or kill."""
+        """Return the process numbers of the living by node name, for tools that watch or kill."""
         return {name: child.pid for name, child in self._children.items()}
 
+    def _warn_of_crowd(self) -> None:
+        cores, count = len(os.sched_getaffinity(0)), len(self.crew)
+        if count > _CROWDED * cores:
+            text = f"{count} processes share {cores} cores: they will wait for each other; fewer actors may be faster"
+            self._incidents.append(Notice("supervisor", 0, "crowded", text))
+
     def _tell(self, member: Member, command: Command, argument: str) -> None:
-        self._children[member.name].tell(command, argument)
+        if member.name in self._children:
+            self._children[member.name].tell(command, argument)
 
     def _listen(self, seconds: float) -> list[tuple[Member, Answer | Report]]:
-        connection.wait([item for child in self._children.values() for item in child.waitables()], seconds)
-        return [(member, heard) for member in self.crew for heard in self._children[member.name].hear()]
+        self._watch()  # before births: until they are told, members still have the reports of the dead
+        heard: list[tuple[Member, Answer | Report]] = [(member, Answer("reborn")) for member in self._begin_due()]
+        until = min([time.monotonic() + seconds, *self._due.values()])
+        items = [item for child in self._children.values() for item in child.waitables()]
+        connection.wait(items, 0.0 if heard else max(0.0, until - time.monotonic()))
+        now = time.monotonic()
+        for member in self.crew:
+            if member.name in self._children:
+                said = self._children[member.name].hear()
+                heard += [(member, item) for item in said]
+                if said:
+                    self._watchdog.heard(member.name, now)
+        return heard
+
+    def _replaceable(self, member: Member) -> bool:
+        return member.name not in self._mortal
+
+    def _bury(self, member: Member, cause: str) -> str:
+        if not self._replaceable(member):
+            return cause
+        child = self._children.pop(member.name)
+        child.kill()  # what it had started
+        child.join(time.monotonic() + _KILL_S)
+        child.release()
+        delay = self._restarts.delay(member.name, time.monotonic())
+        if delay is None:
+            return f"{cause}; that was death {self._restarts.in_a_row(member.name)} within a short time"
+        self._due[member.name] = time.monotonic() + delay
+        return ""
+
+    def _begin_due(self) -> list[Member]:
+        """Begin those of the dead anew whose time has come; returns them."""
+        begun = [m for m in self.crew if time.monotonic() >= self._due.get(m.name, math.inf)]
+        for member in begun:
+            del self._due[member.name]
+            setup = self._setups[member.name]
+            setup.ports.life += 1
+            self._children[member.name] = _Child(setup)
+            self._watchdog.heard(member.name, time.monotonic())
+        return begun
+
+    def _watch(self) -> None:
+        """Kill what hangs, and say when nothing moves."""
+        now = time.monotonic()
+        self._watchdog.listening(now)
+        for member in self.crew:
+            child = self._children.get(member.name)
+            verdict = self._watchdog.verdict(member.name, member.report, self._replaceable(member), now)
+            if child is not None and verdict:
+                child.condemn(verdict)
+        if self._running:
+            reports = [member.report for member in self.crew if not member.done]
+            text = self._standstill.look(reports, self._levels.read(), now)
+            if text:
+                self._incidents.append(Notice("supervisor", 0, "standstill", text))
 
     def _save_own_ends(self, directory: Path) -> None:
         self._ends.save(directory, "caller")
@@ -97,34 +183,51 @@ class ProcessPlacement(SupervisedPlacement):
                 child.join(until)
         for child in children:
             child.release()
+        for setup in self._setups.values():
+            setup.ports.close()
         with contextlib.suppress(AttributeError):  # laying out the edges may be what failed
             self._ports.close()
         self._folder.remove()
 
 
-class _Setup:
-    """What a child is told at its birth."""
+def _mortal(graph: Graph, groups: Collection[str]) -> set[str]:
+    """Return the names of the nodes whose death ends the run: they have no memory that outlives them, or peers do."""
+    kinds = [node.kind for node in graph.nodes]
+    return {
+        node.name
+        for node in graph.nodes
+        if not any(end.side == "keep" for end in ends(node.handles))
+        or (node.kind in groups and kinds.count(node.kind) > 1)
+    }
 
-    def __init__(self, payload: bytes, ports: Ports, threads: int) -> None:
-        self.payload, self.ports, self.threads = payload, ports, threads
+
+@dataclass(frozen=True)
+class _Setup:
+    """What a child is told at its birth; the same in every life, but for the number of the life in its ports."""
+
+    name: str
+    payload: bytes
+    ports: Ports
+    method: str
+    threads: int
+    faults: str = field(default_factory=failpoints.wanted)
+    """Which failpoints are armed; a forkserver's environment is older."""
 
 
 class _Child:
-    """One role's process, as the supervisor holds it."""
+    """One life of a role's process, as the supervisor holds it."""
 
-    def __init__(self, name: str, method: str, setup: _Setup) -> None:
-        context: Any = multiprocessing.get_context(method)
+    def __init__(self, setup: _Setup) -> None:
+        context: Any = multiprocessing.get_context(setup.method)
         self._control, theirs = context.Pipe()
-        # The kernel sends the parent-death signal when the parent's *thread* ends: only a main thread's child asks.
-        orphaned_by_thread = method == "spawn" and threading.current_thread() is not threading.main_thread()
-        self._process = context.Process(target=_child_main, name=name, args=(setup, theirs, not orphaned_by_thread))
+        self._process = context.Process(target=_child_main, name=setup.name, args=(setup, theirs, os.getpid()))
         with _main_module_hidden():
             self._process.start()
         theirs.close()
-        setup.ports.close()  # so that a dead child is seen by its peers
         self.pid: int = self._process.pid
         self._deaf = False
         self._ended = False
+        self._verdict = ""
 
     def tell(self, command: Command, argument: str) -> None:
         """Send a command; a dead child is noticed by `hear`."""
@@ -148,8 +251,14 @@ class _Child:
         self._ended = self._ended or told
         if ended and not told:
             self._ended = True
-            heard.append(Answer("died", _cause_of_death(self._process.exitcode)))
+            heard.append(Answer("died", self._verdict or _cause_of_death(self._process.exitcode)))
         return heard
+
+    def condemn(self, verdict: str) -> None:
+        """Kill the process, which will be said to have died of this."""
+        if not self._ended:
+            self._verdict = verdict
+            self.kill()
 
     def join(self, until: float) -> None:
         """Wait for the process to end, at most until then."""
@@ -211,13 +320,12 @@ def _main_module_hidden() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _child_main(setup: _Setup, control: Connection, die_with_parent: bool) -> None:
+def _child_main(setup: _Setup, control: Connection, supervisor: int) -> None:
     """Be one role until told to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all; the supervisor decides
     os.setpgid(0, 0)  # so that what the role starts can be ended with it
-    if die_with_parent and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     set_threads(setup.threads)
+    failpoints.arm(setup.faults, setup.name, setup.ports.life)
     lock = threading.Lock()
 
     def say(what: Answer | Report) -> None:
@@ -240,14 +348,28 @@ def _child_main(setup: _Setup, control: Connection, die_with_parent: bool) -> No
 
     def relay() -> None:
         """Pass commands on and report, whatever the role is doing; end with the supervisor."""
+        watched = [control, *_death_notice(supervisor)]
         try:
             while True:
-                while control.poll(_HEARTBEAT_S):
+                while ready := connection.wait(watched, _HEARTBEAT_S):
+                    if control not in ready:
+                        raise EOFError
                     worker.command(*control.recv())
                     ring.send_bytes(b"!")
                 say(worker.report())
         except (EOFError, OSError):
-            os._exit(1)
+            os.killpg(0, signal.SIGKILL)  # with all that the role has started
 
     threading.Thread(target=relay, name="relay", daemon=True).start()
     worker.run()
+
+
+def _death_notice(pid: int) -> list[Any]:
+    """Return what becomes readable when that process ends, where the system has it.
+
+    The pipe to it tells the same, unless a process that it forked holds the pipe open.
+    """
+    try:
+        return [os.pidfd_open(pid)]
+    except (AttributeError, OSError):
+        return []

@@ -20,6 +20,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.yaml"
+        self.plan = path / "plan.yaml"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
         self.summary = path / "summary.json"

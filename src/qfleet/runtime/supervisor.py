@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from qfleet.core.errors import ConfigError, RoleFailure
-from qfleet.core.protocols import Report
+from qfleet.core.protocols import Incident, Report
+from qfleet.core.types import Notice
 from qfleet.runtime.graph import Graph
 from qfleet.runtime.worker import Answer, Command
 
@@ -28,6 +31,12 @@ class Member:
     report: Report
     """The newest one."""
     done: bool = False
+    life: int = 0
+    """How often it was begun anew."""
+    died_at: float | None = None
+    """When its last life ended, by `time.monotonic`, until the next one is ready."""
+    cause: str = ""
+    """Why its last life ended."""
 
 
 def starting(name: str, kind: str, index: int) -> Member:
@@ -44,10 +53,11 @@ class SupervisedPlacement(ABC):
         self.crew = [starting(node.name, node.kind, node.index) for node in graph.nodes]
         self._running = False
         self._closed = False
+        self._incidents: list[Incident | Notice] = []
 
     @abstractmethod
     def _tell(self, member: Member, command: Command, argument: str) -> None:
-        """Send a command; a dead worker is no error here."""
+        """Send a command; a worker that is dead or not begun anew yet is no error here."""
 
     @abstractmethod
     def _listen(self, seconds: float) -> list[tuple[Member, Answer | Report]]:
@@ -65,6 +75,17 @@ class SupervisedPlacement(ABC):
     def _end(self) -> None:
         """End all workers and give everything back; called once."""
 
+    def _replaceable(self, member: Member) -> bool:
+        """Return whether a dead role can be begun anew."""
+        return False
+
+    def _bury(self, member: Member, cause: str) -> str:
+        """Prepare the next life of a role that just died; returns why there will be none, empty if there will be one.
+
+        When that life begins, `_listen` must say "reborn" of it.
+        """
+        return cause
+
     @property
     def done(self) -> bool:
         """Whether every role has finished."""
@@ -81,11 +102,16 @@ class SupervisedPlacement(ABC):
         """Return the newest report of every role."""
         return [member.report for member in self.crew]
 
+    def incidents(self) -> list[Incident | Notice]:
+        """Return what went wrong and did not end the run, since it was last asked."""
+        incidents, self._incidents = self._incidents, []
+        return incidents
+
     def pause(self) -> None:
         """Stop all roles between two steps; the next `advance` lets them go on."""
         if self._running:
+            self._running = False  # first, so that a role that is begun anew meanwhile is not let run
             self._pause()
-            self._running = False
 
     def save(self, directory: Path) -> None:
         """Write the states of all roles, paused, and what is on its way between them."""
@@ -110,31 +136,37 @@ class SupervisedPlacement(ABC):
 
     def _ask(self, command: Command, directory: Path) -> None:
         self._tell_all(command, str(directory.resolve()))
-        self._await(command)
+        self._await(command, lambda member: self._tell(member, command, str(directory.resolve())))
 
-    def _await(self, what: str) -> None:
-        """Wait until every role has answered so."""
+    def _await(self, what: str, tell_again: Callable[[Member], None] | None = None) -> None:
+        """Wait until every role has answered so; one that is begun anew meanwhile is told again."""
         missing = {member.name for member in self.crew}
         while missing:
-            missing -= {member.name for member, answer in self._hear(_LISTEN_S) if answer.what == what}
+            for member, answer in self._hear(_LISTEN_S):
+                if answer.what == what:
+                    missing.discard(member.name)
+                elif answer.what == "reborn" and tell_again is not None:
+                    missing.add(member.name)
+                    tell_again(member)
 
     def _pause(self) -> None:
         """Bring every role to a stop between two steps.
 
         A role inside a collective cannot stop before its peers have taken their part, and these may need a batch
-        from a role that is paused already. So whenever it stays quiet, all that are paused get one more round.
+        from a role that is paused already. So whenever it stays quiet, all that are paused get one more round. The
+        dead stand still, and so do those that are begun anew.
         """
-        unanswered = {member.name: 1 for member in self.crew}
+        moving = {member.name for member in self.crew if member.died_at is None}
         self._tell_all("pause")
-        while any(unanswered.values()):
-            heard = [member.name for member, answer in self._hear(_NUDGE_S) if answer.what == "pause"]
-            for name in heard:
-                unanswered[name] -= 1
-            if not heard and any(unanswered.values()):
-                for member in self.crew:
-                    if not unanswered[member.name]:
-                        unanswered[member.name] = 1
-                        self._tell(member, "pause", "")
+        while moving:
+            heard = [(m.name, answer.what) for m, answer in self._hear(_NUDGE_S)]
+            stopped = {name for name, what in heard if what in ("pause", "died")}
+            moving -= stopped
+            if not stopped and moving:
+                nudged = [m for m in self.crew if m.name not in moving and m.died_at is None]
+                moving |= {member.name for member in nudged}
+                for member in nudged:
+                    self._tell(member, "pause", "")
 
     def _hear(self, seconds: float) -> list[tuple[Member, Answer]]:
         """Return the answers that came; note reports and ends of roles, and raise if a role failed."""
@@ -146,18 +178,47 @@ class SupervisedPlacement(ABC):
                 member.report = heard
                 continue
             answers.append((member, heard))
-            member.done = member.done or heard.what == "done"
-        failures = [(member, answer) for member, answer in answers if answer.what in ("failed", "died")]
+            self._note(member, heard)
+        failures = [(member, answer) for member, answer in answers if answer.what == "failed"]
+        for member, answer in answers:
+            if answer.what == "died" and (end := self._bury(member, answer.cause)):
+                failures.append((member, dataclasses.replace(answer, cause=end)))
         if failures:
             self._fail(failures)
         return answers
+
+    def _note(self, member: Member, answer: Answer) -> None:
+        """Keep a member as its worker says it is."""
+        if answer.what == "done":
+            member.done = True
+        elif answer.what == "died":
+            self._tell_incident(member)
+            member.died_at, member.cause = time.monotonic(), answer.cause
+        elif answer.what == "reborn":
+            member.life += 1
+            member.done, member.report = False, starting(member.name, member.report.kind, member.report.index).report
+            if self._running:
+                self._tell(member, "run", "")
+        elif answer.what == "built":
+            self._tell_incident(member)
+            member.died_at = None
+
+    def _tell_incident(self, member: Member) -> None:
+        """Tell of a member's last death, if its next life was not ready before."""
+        if member.died_at is not None:
+            report, seconds = member.report, time.monotonic() - member.died_at
+            self._incidents.append(Incident(report.kind, report.index, member.cause, member.life, seconds))
 
     def _fail(self, failures: list[tuple[Member, Answer]]) -> NoReturn:
         """End the run with one error; a death that comes with errors of others is their cause."""
         until = time.monotonic() + _AFTERMATH_S
         while (left := until - time.monotonic()) > 0:
             later = [(member, answer) for member, answer in self._listen(left) if isinstance(answer, Answer)]
-            failures += [(member, answer) for member, answer in later if answer.what in ("failed", "died")]
+            failures += [
+                (member, answer)
+                for member, answer in later
+                if answer.what == "failed" or (answer.what == "died" and not self._replaceable(member))
+            ]
         died = [(member, answer) for member, answer in failures if answer.what == "died"]
         member, answer = (died or failures)[0]
         self.close()

@@ -56,13 +56,26 @@ class OpenEnds:
     def __init__(self, open_end: Callable[[End], Any]) -> None:
         self._open_end = open_end
         self._opened: dict[str, Any] = {}
+        self._optional: set[str] = set()
+        self._receivers: list[Any] = []
 
     def open(self, end: End) -> Any:
-        """Return the live handle of an end; the same one each time."""
+        """Return the live handle of an end; the same one each time, but for a keep: no part of a checkpoint."""
+        if end.side == "keep":
+            return self._open_end(end)
         key = f"{end.edge}/{end.side}/{end.reader}"
         if key not in self._opened:
             self._opened[key] = self._open_end(end)
+            if end.optional:
+                self._optional.add(key)
+            if end.side == "receiver":
+                self._receivers.append(self._opened[key])
         return self._opened[key]
+
+    def acknowledge(self) -> None:
+        """Say that everything received so far is used up."""
+        for receiver in self._receivers:
+            receiver.acknowledge()
 
     def save(self, directory: Path, owner: str) -> None:
         """Write the state of all ends; everything is paused, so that both ends of an edge agree."""
@@ -73,6 +86,8 @@ class OpenEnds:
         saved = checkpoint.read_state(directory, f"{owner}.ends")
         for key, end in self._opened.items():
             if key not in saved:
+                if key in self._optional:
+                    continue
                 raise CheckpointError(f"{directory} knows no edge '{key}': it was made by a differently arranged run")
             end.load(saved[key])
 
@@ -91,6 +106,10 @@ class Worker:
         self._report = Report(node.kind, node.index, "starting", {}, 0.0, {})
         self._report_due = 0.0
         self._host: Host | None = None
+        self._phase = ("starting", time.monotonic())
+        """The phase that was reported last, and when it was first seen."""
+        self._engaged: tuple[str, float] | None = self._phase
+        """What the worker does besides stepping, and since when."""
         self._running = False
         self._told_done = False
 
@@ -100,13 +119,24 @@ class Worker:
 
     def report(self) -> Report:
         """Return the newest report, with the phase that the role is in at this moment, even if it is blocked."""
-        phase = self._host.hosted[0].role.phase if self._host else "starting"
-        return dataclasses.replace(self._report, phase=phase)
+        phase, since = self._occupation()
+        if phase != self._phase[0]:
+            self._phase = (phase, time.monotonic())
+        # What a former phase of the same step took must not be held against this one.
+        return dataclasses.replace(self._report, phase=phase, step_s=time.monotonic() - max(since, self._phase[1]))
+
+    def _occupation(self) -> tuple[str, float]:
+        """Return the phase, and since when the worker is in one piece of work; now if it waits."""
+        engaged, host = self._engaged, self._host
+        if engaged is not None or host is None:
+            return engaged or ("starting", time.monotonic())
+        return host.hosted[0].role.phase, host.hosted[0].stepping_since or time.monotonic()
 
     def run(self) -> None:
         """Build the role and step it until told to stop; a failure is answered, not raised."""
         try:
-            self._host = Host([build(self._node, self._ends.open)], self._wait)
+            self._host = Host([build(self._node, self._ends.open)], self._wait, self._ends.acknowledge)
+            self._engaged = None
             self._answer(Answer("built"))
             while self._obey(self._host):
                 self._round(self._host, _LONGEST_WAIT_S)
@@ -125,7 +155,10 @@ class Worker:
             name, argument = self._commands.popleft()
             if name == "stop":
                 return False
+            if name in ("save", "restore"):
+                self._engaged = (name, time.monotonic())
             self._carry_out(host, name, argument)
+            self._engaged = None
             self._answer(Answer(name))
         return True
 

@@ -1,8 +1,8 @@
-"""Four small environments whose best behaviour is known, registered with Gymnasium as qfleet/NAME-v0."""
+"""Five small environments whose best behaviour is known, registered with Gymnasium as qfleet/NAME-v0."""
 
 import gymnasium
 
-_STEPS = {"Identity": None, "Chain": 100, "Catch": None, "Maze": 200}
+_STEPS = {"Identity": None, "Chain": 100, "Catch": None, "Maze": 200, "Recall": None}
 """Steps after which an episode is truncated; None where the rules end it."""
 
 

@@ -1,0 +1,108 @@
+"""`qfleet plan`: measures this machine for a preset and shows how its roles are best arranged; starts nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from qfleet.cli.flags import own_options, split_words, wants_help
+from qfleet.cli.helptext import help_page
+from qfleet.cli.settings import settings_of
+from qfleet.cli.train import named_experiment, without_auto
+from qfleet.core.config import Config
+from qfleet.core.errors import ConfigError
+from qfleet.observe.text import rate
+
+if TYPE_CHECKING:
+    from qfleet.control.plan import Plan
+
+USAGE = "qfleet plan PRESET [--save FILE] [--fresh] [--algo NAME] [--section.field VALUE ...]"
+_ABOUT = (
+    "Measure what a run costs on this machine (about 30 seconds, remembered) and show how its roles are best arranged,"
+    " how fast that will be, and why. Nothing is trained. All flags of `qfleet train PRESET` are taken too; settings"
+    " that are given stay as they are. Without --placement the faster one is shown."
+)
+
+
+class PlanOptions(Config):
+    """Flags of `plan` that are not settings of the experiment."""
+
+    save: Path | None = None
+    """Write the plan into this file, for `qfleet train PRESET --plan FILE`."""
+    fresh: bool = False
+    """Measure anew, in place of what an earlier plan measured."""
+    algo: str | None = None
+    """Change the preset to another algorithm; `qfleet presets` lists them."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Carry out the command."""
+    if wants_help(words):
+        print(help_page(USAGE, _ABOUT, settings_of(PlanOptions, {})))
+        return 0
+    loose, given = split_words(words)
+    if len(loose) != 1:
+        raise ConfigError(f"{f'unexpected {loose[1]!r}' if loose else 'PRESET is missing'}; usage: {USAGE}")
+    options, rest = own_options(PlanOptions, given, USAGE)
+
+    from qfleet import api
+    from qfleet.cli.overrides import override
+
+    flags, _ = without_auto(rest)
+    experiment = named_experiment(loose[0], options.algo)
+    experiment, changes = override(experiment, flags, own=list(PlanOptions.model_fields))
+    made = api.plan(
+        experiment, fixed=changes, fresh=options.fresh, say=lambda text: print(f"  {text} ...", file=sys.stderr)
+    )
+    show(made, Console(highlight=False))
+    if options.save is not None:
+        _save(made, options.save)
+    return 0
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Print a plan: its roles, its rates, and why."""
+    title = f"{plan.preset} ({plan.algo}), {plan.placement}"
+    if plan.resources is not None:
+        machine = plan.resources
+        title += f" on {machine.cores:g} cores{f' and {machine.gpu}' if machine.gpu else ''}"
+    console.print(Text(title, style="bold"))
+    console.print(_roles(plan))
+    if plan.env_steps_per_s is not None:
+        speed = f"{rate(plan.env_steps_per_s)} steps/s, {rate(plan.updates_per_s or 0.0)} updates/s"
+        _line(console, "predicted", f"{speed}, evaluations left out")
+    _line(console, "bottleneck", plan.bottleneck)
+    for name, reason in plan.reasons.items():
+        _line(console, name, reason)
+    for problem in plan.problems:
+        _line(console, "problem", problem, "red")
+
+
+def _roles(plan: Plan) -> Table:
+    table = Table(box=None, padding=(0, 2), pad_edge=False)
+    table.add_column("  role", no_wrap=True)
+    for heading in ("count", "device", "cores", "busy"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for role in plan.roles:
+        table.add_row(f"  {role.kind}", str(role.count), role.device, f"{role.cores:.1f}", f"{min(role.busy, 1.0):.0%}")
+    return table
+
+
+def _line(console: Console, label: str, text: str, style: str = "") -> None:
+    console.print(Text.assemble((f"  {label:<13}", "dim"), (text, style)), soft_wrap=True)
+
+
+def _save(plan: Plan, path: Path) -> None:
+    from qfleet.runtime.rundir import write_atomically
+
+    try:
+        write_atomically(path, plan.to_yaml())
+    except OSError as error:
+        raise ConfigError(f"'--save' = '{path}': cannot be written ({error.strerror})") from error
+    print(f"kept in {path}: qfleet train {plan.preset} --plan {path}")

@@ -1,0 +1,136 @@
+"""What one environment step, update and message of an experiment cost on a machine; kept in the user's cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from qfleet.accel.cache import cache_path
+from qfleet.core.config import Config
+
+Curve = tuple[tuple[int, float], ...]
+"""Seconds by size, sizes rising."""
+QUIET = 0.8
+"""Below this share of the processor time, what was measured says as much about other programs as about the run."""
+_KEPT = 64
+"""Measurements that the cache holds at most; the oldest go first."""
+
+
+class LearnerCost(Config):
+    """What learning costs in one way."""
+
+    device: Literal["cpu", "cuda"]
+    """Where updates are computed."""
+    threads: int = Field(gt=0)
+    """How many threads compute them."""
+    seconds: float = Field(ge=0)
+    """For each environment step: updates and the publishing of weights."""
+
+
+class Measurements(Config):
+    """Seconds of work; everything but a learner with several threads is on one core."""
+
+    env_tick: Curve
+    """One step of all environments of a vector, by how many they are; random actions."""
+    act: Curve
+    """Values of a batch of observations on one core, by its size."""
+    act_cuda: Curve = ()
+    """The same on the GPU with the copies to it and back; empty without one."""
+    request_message: Curve
+    """Packing, copying and unpacking a batch of observations on its way to an inference server, by its size."""
+    actor_tick: Curve
+    """One tick of a whole actor, by its environments: acting, stepping, writing down."""
+    actor_cpu: Curve
+    """Processor time of such a tick, which is more where environments step in threads or processes of their own."""
+    two_groups: float | None = Field(None, gt=0)
+    """Length of a tick with actor.groups 2, as a part of that with 1; None where that can gain nothing."""
+    replay: float = Field(ge=0)
+    """Storing and drawing, for each environment step; 0 without a replay."""
+    learners: tuple[LearnerCost, ...] = Field(min_length=1)
+    """Learning, in each way that was tried."""
+    updates_per_step: float = Field(ge=0)
+    """Gradient steps for each environment step."""
+    batches_per_step: float = Field(ge=0)
+    """Messages from the replay to the learner for each environment step."""
+    experience_message: Curve
+    """Packing, copying and unpacking the rows of one message, by how many they are."""
+    batch_message: float = Field(ge=0)
+    """The same for a batch; 0 without a replay."""
+    wake: float = Field(ge=0)
+    """Processor time that a message costs each of its two ends in processes, besides packing, copying and unpacking."""
+    cpu_share: float = Field(ge=0, le=1)
+    """Processor time that playing inline got, as a part of its length: less than 1 where others ran beside it."""
+    row_bytes: int = Field(ge=0)
+    """Of one stored environment step, before compression."""
+    batch_bytes: int = Field(ge=0)
+    """Of one batch."""
+    copy_bytes_per_s: float | None = None
+    """From pinned memory to the GPU; None without one."""
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing else kept the machine busy meanwhile."""
+        return self.cpu_share >= QUIET
+
+
+class _Entry(Config):
+    key: dict[str, Any]
+    measured: Measurements
+
+
+class _File(Config):
+    format: Literal[1] = 1
+    entries: tuple[_Entry, ...] = ()
+
+
+def at(curve: Curve, size: float) -> float:
+    """Return the seconds at a size: between two measured sizes and beyond the last along the line through them.
+
+    Below the first size it falls towards that line's start, but not below 0.
+    """
+    if len(curve) == 1:
+        return curve[0][1] * size / curve[0][0]
+    low, high = next((pair for pair in pairwise(curve) if size <= pair[1][0]), (curve[-2], curve[-1]))
+    slope = max(0.0, (high[1] - low[1]) / (high[0] - low[0]))
+    return max(0.0, low[1] + slope * (size - low[0]))
+
+
+def measurements_path() -> Path:
+    """Return the file that measurements are kept in, beside what probes found."""
+    return cache_path().with_name("measurements.json")
+
+
+def find(key: Mapping[str, Any]) -> Measurements | None:
+    """Return what was measured for exactly this key; a file that cannot be read holds nothing."""
+    wanted = _plain(key)
+    return next((entry.measured for entry in _read() if _plain(entry.key) == wanted), None)
+
+
+def store(key: Mapping[str, Any], measured: Measurements) -> None:
+    """Keep measurements in place of older ones for the same key; raises OSError if that fails."""
+    path, wanted = measurements_path(), _plain(key)
+    others = [entry for entry in _read() if _plain(entry.key) != wanted]
+    kept = _File(entries=(*others, _Entry(key=json.loads(wanted), measured=measured))[-_KEPT:])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A name of its own: two plans at once must not write into the same file.
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".measurements.", delete=False) as partial:
+        partial.write(kept.model_dump_json(indent=1) + "\n")
+    os.replace(partial.name, path)
+
+
+def _read() -> tuple[_Entry, ...]:
+    try:
+        return _File.model_validate_json(measurements_path().read_bytes()).entries
+    except (OSError, ValidationError):  # a cache: what cannot be read is measured again
+        return ()
+
+
+def _plain(key: Mapping[str, Any]) -> str:
+    return json.dumps(key, sort_keys=True)

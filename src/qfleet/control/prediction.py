@@ -1,0 +1,118 @@
+"""Predicts how fast an arrangement of roles in processes is, from what each piece of the work costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from qfleet.algo.agent import ReplayAgent, RolloutAgent
+from qfleet.control.measurements import LearnerCost, Measurements, at
+from qfleet.experiment import Experiment
+
+EFFICIENCY = 0.9
+"""Share of the cores that roles can use together: the system and their waiting for each other take the rest."""
+_NOTHING = 1e-12
+"""Seconds that stand for none, where one divides by them."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """One way to share the work among processes."""
+
+    actors: int
+    envs: int
+    unroll: int
+    groups: int
+    learner: LearnerCost
+    inference: Literal["local", "cpu", "cuda"] = "local"
+    """In the actors themselves, or by one server on that device."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds for each environment step by who works, and the rate that comes of them."""
+
+    actor: float
+    """Of one actor, what it waits for inside a tick included."""
+    actor_cpu: float
+    """Processor time of an actor."""
+    inference: float
+    """Of the inference server; 0 without one."""
+    replay: float
+    learner: float
+    rate: float
+    """Environment steps a second."""
+    bottleneck: str
+    """The kind of role, or "cores", that limits the rate."""
+
+
+def inline(experiment: Experiment, measured: Measurements) -> Prediction:
+    """Return what the experiment does in one process, where roles take turns."""
+    actor = at(measured.actor_tick, experiment.actor.envs) / experiment.actor.envs
+    costs = {"actor": actor, "replay": measured.replay, "learner": single_threaded(measured).seconds}
+    worst = max(costs, key=lambda name: costs[name])
+    rate = 1 / max(sum(costs.values()), _NOTHING)
+    return Prediction(actor, actor, 0.0, costs["replay"], costs["learner"], rate, worst)
+
+
+def predict(experiment: Experiment, measured: Measurements, cores: float, way: Arrangement) -> Prediction:
+    """Return what an arrangement in processes does: limited by its slowest kind of role, or by the cores."""
+    rows = rows_of_message(experiment, way)
+    message = message_side(measured, rows) / rows
+    batch = (measured.wake + measured.batch_message / 2) * measured.batches_per_step
+    actor, cpu, inference = _acting(measured, way)
+    actor, cpu = actor / way.envs + message, cpu / way.envs + message
+    replay, learner = measured.replay + batch + message, way.learner.seconds + batch
+    if not replaying(experiment):
+        replay, learner = 0.0, way.learner.seconds + message
+        actor += learner  # each rollout waits for the weights that the one before it led to
+    limits = {
+        "actor": way.actors / max(actor, _NOTHING),
+        "inference": 1 / max(inference, _NOTHING),
+        "replay": 1 / max(replay, _NOTHING),
+        "learner": 1 / max(learner, _NOTHING),
+        "cores": EFFICIENCY * cores / max(cpu + inference + replay + way.learner.threads * learner, _NOTHING),
+    }
+    slowest = min(limits, key=lambda name: limits[name])
+    return Prediction(actor, cpu, inference, replay, learner, limits[slowest], slowest)
+
+
+def _acting(measured: Measurements, way: Arrangement) -> tuple[float, float, float]:
+    """Return the seconds of an actor's tick, their processor time, and a server's seconds for each step."""
+    tick, cpu = at(measured.actor_tick, way.envs), at(measured.actor_cpu, way.envs)
+    if way.inference == "local":
+        return tick * ((measured.two_groups or 1.0) if way.groups > 1 else 1.0), cpu, 0.0
+    request = request_side(measured, way.envs)
+    own = max(tick - at(measured.act, way.envs), 0.0) + request
+    asked = way.actors * way.envs // way.groups
+    curve = measured.act if way.inference == "cpu" else measured.act_cuda
+    served = at(curve, asked) + way.actors * request_side(measured, max(1, way.envs // way.groups))
+    waited = max(own, served) if way.groups > 1 else own + served
+    return waited, max(cpu - at(measured.act, way.envs), 0.0) + request, served / max(asked, 1)
+
+
+def request_side(measured: Measurements, rows: int) -> float:
+    """Return the seconds that asking a server for the values of so many observations costs one of the two ends."""
+    return 2 * measured.wake + at(measured.request_message, rows) / 2
+
+
+def rows_of_message(experiment: Experiment, way: Arrangement) -> int:
+    """Return the environment steps of one message from an actor: those of a whole rollout without a replay."""
+    agent = experiment.agent
+    return way.envs * (agent.rollout_length if isinstance(agent, RolloutAgent) else way.unroll)
+
+
+def message_side(measured: Measurements, rows: int) -> float:
+    """Return the seconds that a message of so many rows costs one of its two ends."""
+    return measured.wake + at(measured.experience_message, rows) / 2
+
+
+def single_threaded(measured: Measurements) -> LearnerCost:
+    """Return the fastest way to learn with one thread, or the first one that was tried."""
+    single = [one for one in measured.learners if one.threads == 1]
+    return min(single or measured.learners[:1], key=lambda one: one.seconds)
+
+
+def replaying(experiment: Experiment) -> bool:
+    """Return whether actors and learner are joined by a replay, and so need not wait for each other."""
+    return isinstance(experiment.agent, ReplayAgent)

@@ -1,0 +1,97 @@
+"""Says in a few words why a plan's numbers are what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from qfleet.control.measurements import LearnerCost, Measurements, at
+from qfleet.control.prediction import Arrangement, Prediction, message_side, predict, replaying, request_side
+from qfleet.control.resources import Resources
+from qfleet.experiment import Experiment
+
+
+def why_placed(placement: str, rates: Mapping[str, float], asked: bool) -> str:
+    """Return why the roles live where they do; `rates` are environment steps a second by placement."""
+    other = "inline" if placement == "processes" else "processes"
+    times = rates[placement] / rates[other]
+    if times < 1:
+        return f"{placement}, as asked for; {other} would be {1 / times:.2f} times as fast"
+    because = ", since messages cost more than they save" if placement == "inline" else ""
+    return f"{placement}{', as asked for' if asked else ''}: {times:.2f} times as fast as {other}{because}"
+
+
+def load(measured: Measurements) -> dict[str, str]:
+    """Return a warning where the measurements were not made on a quiet machine; empty where they were."""
+    if measured.quiet:
+        return {}
+    share = f"measuring got {measured.cpu_share:.0%} of the processor time"
+    return {"load": f"{share}: other programs run here, or environments sleep; predictions are for such a machine"}
+
+
+def reasons(
+    experiment: Experiment, measured: Measurements, resources: Resources, way: Arrangement, prediction: Prediction
+) -> dict[str, str]:
+    """Return why each setting of an arrangement in processes is what it is, by its dotted name."""
+    limit = {
+        "actor": "the actors",
+        "inference": f"the inference server ({way.inference})",
+        "replay": "the replay",
+        "learner": f"the learner ({way.learner.device})",
+        "cores": f"the {resources.cores:g} cores, which all roles share",
+    }[prediction.bottleneck]
+    alone = predict(experiment, measured, resources.cores, replace(way, actors=1)).rate
+    more = f"; one actor would give {alone:,.0f}" if way.actors > 1 else "; more actors would not help"
+    found = {
+        "actors": f"{way.actors}: {prediction.rate:,.0f} steps/s, limited by {limit}{more}",
+        "actor.envs": _tick(measured, way),
+        "actor.groups": _groups(measured, way),
+        "inference": _inference(measured, way),
+        "device": _device(measured, way),
+    }
+    if experiment.learners > 1:
+        found["learners"] = f"{experiment.learners}, as asked for: together taken to be as fast as one"
+    if replaying(experiment):
+        steps = way.envs * way.unroll
+        cost = 1e6 * message_side(measured, steps)
+        found["actor.unroll"] = f"{way.unroll}: a message of {steps} steps costs each side {cost:.0f} us"
+    return found
+
+
+def _tick(measured: Measurements, way: Arrangement) -> str:
+    env, act = at(measured.env_tick, way.envs), at(measured.act, way.envs)
+    tick = max(at(measured.actor_tick, way.envs), env, act)
+    return (
+        f"{way.envs}: a tick takes {1e3 * tick:.2f} ms, {env / tick:.0%} of it environments"
+        f" ({way.envs / env:,.0f} steps/s alone), {act / tick:.0%} inference"
+    )
+
+
+def _groups(measured: Measurements, way: Arrangement) -> str:
+    if way.groups > 1 and way.inference != "local":
+        return "2: while one group waits for the inference server the other steps"
+    if measured.two_groups is None:
+        return f"{way.groups}: environments step in the actor's own thread"
+    if way.groups > 1:
+        return f"2: while one group steps the other is acted for; a tick takes {measured.two_groups:.0%} of the time"
+    return f"1: with 2 a tick takes {measured.two_groups:.0%} of the time"
+
+
+def _inference(measured: Measurements, way: Arrangement) -> str:
+    """Say who computes the values, with the figures that decide it."""
+    own, asked = at(measured.act, way.envs), way.actors * way.envs
+    words = f"{way.envs} observations take an actor {1e3 * own:.2f} ms"
+    for device, curve in (("cpu", measured.act), ("cuda", measured.act_cuda)):
+        if curve:
+            words += f"; a server ({device}) takes {1e3 * at(curve, asked):.2f} ms for the {asked} of all"
+    return f"{way.inference}: {words}; a request costs each side {1e6 * request_side(measured, way.envs):.0f} us"
+
+
+def _device(measured: Measurements, way: Arrangement) -> str:
+    def words(one: LearnerCost) -> str:
+        update = one.seconds / measured.updates_per_step if measured.updates_per_step else one.seconds
+        threads = f", {one.threads} threads" if one.threads > 1 else ""
+        return f"{one.device}{threads}: {1e3 * update:.2f} ms an update"
+
+    others = [words(one) for one in measured.learners if one != way.learner]
+    return words(way.learner) + (f" ({'; '.join(others)})" if others else "")

@@ -1,0 +1,226 @@
+"""Lets an actor act for some environments while others step: all at once, by groups, or whoever is ready first."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qfleet.core.role import State
+from qfleet.core.spec import EnvSpec
+from qfleet.core.types import Bools, Ints, Leaves
+from qfleet.envs.gym import Factory
+from qfleet.envs.make import EnvConfig, make_env
+from qfleet.envs.vector import Tick, VectorEnv
+from qfleet.envs.workers import WorkersEnv
+
+
+class Part(NamedTuple):
+    """What some environments did."""
+
+    envs: Ints  # [K] ascending
+    tick: Tick  # of these K
+
+
+class Stepping(ABC):
+    """E environments. Actions are sent for those that wait, and parts come back in which these wait again."""
+
+    def __init__(self, vectors: Sequence[VectorEnv]) -> None:
+        self.spec: EnvSpec = vectors[0].spec
+        sizes = [vector.num_envs for vector in vectors]
+        self.num_envs = sum(sizes)
+        self.watched = all(vector.watched for vector in vectors)
+        self._vectors = list(vectors)
+        self._members = np.split(np.arange(self.num_envs), np.cumsum(sizes)[:-1])
+        self._held: deque[Part] = deque()
+
+    @property
+    def cut(self) -> Ints:
+        """After `load_state_dict`: environments whose open episode could not be continued and was begun anew."""
+        return np.concatenate([members[v.cut] for members, v in zip(self._members, self._vectors, strict=True)])
+
+    @property
+    def parts(self) -> list[Ints]:
+        """The environments, in the parts in which their first actions are best sent."""
+        return list(self._members)
+
+    def reset(self, seeds: Sequence[int]) -> tuple[Leaves, Bools | None]:
+        """Begin anew; returns the observations [E, ...] and the allowed actions [E, A] where there are such."""
+        for members, vector in zip(self._members, self._vectors, strict=True):
+            vector.reset([seeds[index] for index in members.tolist()])
+        return self.current()
+
+    def current(self) -> tuple[Leaves, Bools | None]:
+        """Return the observations [E, ...] and masks [E, A] to act on next."""
+        shown = [vector.current() for vector in self._vectors]
+        if len(shown) == 1:
+            return shown[0]
+        masks = [mask for _, mask in shown if mask is not None]
+        leaves = {name: np.concatenate([leaves[name] for leaves, _ in shown]) for name in self.spec.observations}
+        return leaves, np.concatenate(masks) if masks else None
+
+    @abstractmethod
+    def send(self, action: Ints, envs: Ints) -> None:
+        """Let waiting environments `envs` [K] take joint actions [K]; returns at once."""
+
+    @abstractmethod
+    def under_way(self) -> bool:
+        """Return whether `receive` has something to wait for: not when all that were sent actions are away."""
+
+    @abstractmethod
+    def receive(self) -> Part:
+        """Wait for the next part of the environments that were sent actions; only allowed while some are under way."""
+
+    def incidents(self) -> list[str]:
+        """Return what has happened to environments since the last call and a person should know."""
+        return [text for vector in self._vectors for text in vector.incidents()]
+
+    def state_dict(self) -> State:
+        """Return what the future depends on; environments under way are waited for, and their parts kept."""
+        self._drain()
+        held = [{"envs": part.envs, "tick": dict(vars(part.tick))} for part in self._held]
+        return {"vectors": [vector.state_dict() for vector in self._vectors], "held": held}
+
+    def load_state_dict(self, state: State) -> list[Ints]:
+        """Continue; returns the environments that wait for actions, in the parts in which these are best sent."""
+        for vector, part in zip(self._vectors, state["vectors"], strict=True):
+            vector.load_state_dict(part)
+        self._held = deque(Part(np.array(kept["envs"]), Tick(**kept["tick"])) for kept in state["held"])
+        under_way = np.concatenate([np.zeros(0, np.int64), *(part.envs for part in self._held)])
+        waiting = [np.setdiff1d(envs, under_way) for envs in self.parts]
+        return [envs for envs in waiting if len(envs)]
+
+    def close(self) -> None:
+        """Give the environments back."""
+        for vector in self._vectors:
+            vector.close()
+
+    @abstractmethod
+    def _drain(self) -> None:
+        """Wait for every environment that is under way, and hold its part."""
+
+
+class Whole(Stepping):
+    """One vector that is stepped as one, when its part is asked for."""
+
+    _action: Ints | None = None
+
+    def send(self, action: Ints, envs: Ints) -> None:
+        """Keep the actions of all environments."""
+        self._action = action
+
+    def under_way(self) -> bool:
+        """Return whether there are actions to take."""
+        return self._action is not None
+
+    def receive(self) -> Part:
+        """Step every environment."""
+        action, self._action = self._action, None
+        assert action is not None, "actions are sent before their part is received"
+        return Part(self._members[0], self._vectors[0].step(action))
+
+    def state_dict(self) -> State:
+        """Return the state of the vector alone: nothing is ever under way."""
+        return self._vectors[0].state_dict()
+
+    def load_state_dict(self, state: State) -> list[Ints]:
+        """Continue; all environments wait."""
+        self._vectors[0].load_state_dict(state)
+        return self.parts
+
+    def _drain(self) -> None:
+        """Nothing is ever under way."""
+
+
+class Grouped(Stepping):
+    """Several vectors, each stepped by a thread of its own, whose parts come in the order in which they were sent.
+
+    The order does not depend on who is faster, so that neither does anything that is learned. It pays for environments
+    that leave Python while they step.
+    """
+
+    def __init__(self, vectors: Sequence[VectorEnv]) -> None:
+        super().__init__(vectors)
+        self._threads = ThreadPoolExecutor(len(vectors), thread_name_prefix="environments")
+        self._under_way: deque[tuple[Ints, Future[Tick]]] = deque()
+
+    def send(self, action: Ints, envs: Ints) -> None:
+        """Let one whole group step."""
+        (group,) = [at for at, members in enumerate(self._members) if np.array_equal(members, envs)]
+        self._under_way.append((envs, self._threads.submit(self._vectors[group].step, action)))
+
+    def under_way(self) -> bool:
+        """Return whether a group steps, or has stepped."""
+        return bool(self._held or self._under_way)
+
+    def receive(self) -> Part:
+        """Wait for the group that was sent first."""
+        return self._held.popleft() if self._held else self._finish()
+
+    def close(self) -> None:
+        """Let the threads end first: a vector must not be closed under one of them."""
+        self._threads.shutdown(cancel_futures=True)
+        super().close()
+
+    def _drain(self) -> None:
+        while self._under_way:
+            self._held.append(self._finish())
+
+    def _finish(self) -> Part:
+        envs, tick = self._under_way.popleft()
+        return Part(envs, tick.result())
+
+
+class ReadyFirst(Stepping):
+    """Environments in processes of their own: a part is whoever is ready, so that a slow one holds up nobody."""
+
+    def __init__(self, workers: WorkersEnv, groups: int) -> None:
+        super().__init__([workers])
+        self._workers = workers
+        self._at_least = -(-workers.num_envs // groups)
+
+    def send(self, action: Ints, envs: Ints) -> None:
+        """Let some environments step."""
+        self._workers.send(action, envs)
+
+    def under_way(self) -> bool:
+        """Return whether an environment steps, or has something to tell."""
+        return bool(self._held) or self._workers.under_way()
+
+    def receive(self) -> Part:
+        """Wait for a group's number of environments, whichever they are; fewer when others are lost."""
+        return self._held.popleft() if self._held else Part(*self._workers.receive(self._at_least))
+
+    def _drain(self) -> None:
+        while self._workers.under_way():
+            self._held.append(Part(*self._workers.receive(self.num_envs)))
+
+
+def make_stepping(config: EnvConfig, num_envs: int, groups: int = 1, factory: Factory | None = None) -> Stepping:
+    """Return environments for an actor that acts for `groups` parts of them in turn; 1 for all at once."""
+    if groups == 1:
+        return Whole([make_env(config, num_envs, factory=factory)])
+    sizes = [len(part) for part in np.array_split(np.arange(num_envs), min(groups, num_envs))]
+    if getattr(config, "vectorisation", "") == "async":
+        whole = make_env(config, num_envs, factory=factory)
+        if isinstance(whole, WorkersEnv):
+            return ReadyFirst(whole, groups)
+        whole.close()  # its own autoreset: Gymnasium's vector, which is stepped as a whole
+    return Grouped(_made_all(config, sizes, factory))
+
+
+def _made_all(config: EnvConfig, sizes: Sequence[int], factory: Any) -> list[VectorEnv]:
+    """Return a vector of each size; those already made are closed when a later one fails."""
+    made: list[VectorEnv] = []
+    try:
+        for size in sizes:
+            made.append(make_env(config, size, factory=factory))
+    except BaseException:
+        for vector in made:
+            vector.close()
+        raise
+    return made

@@ -1,0 +1,99 @@
+"""Plans a run: measures what it costs on this machine, or remembers it, and lets the planner decide."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from qfleet.control import measurements, resources
+from qfleet.control.machine import key_of, measure
+from qfleet.control.measurements import Measurements
+from qfleet.control.plan import Plan, PlannedRole
+from qfleet.control.planner import make_plan
+from qfleet.control.resources import Resources
+from qfleet.control.rig import Rig
+from qfleet.control.summary import versions
+from qfleet.core.errors import ConfigError
+from qfleet.core.spec import EnvSpec
+from qfleet.core.usercode import UserCode
+from qfleet.envs import env_spec
+from qfleet.experiment import Experiment, flattened, with_changes
+from qfleet.program import build_program, learner_device, place
+from qfleet.runtime.graph import open_handles
+
+Say = Callable[[str], object]
+
+
+def plan_run(experiment: Experiment, code: UserCode, fixed: Collection[str], say: Say, fresh: bool = False) -> Plan:
+    """Return the plan of an experiment; settings in `fixed` (dotted names) stay as they are, also the placement.
+
+    What was measured before on this machine is used again, unless `fresh` asks for new measurements.
+    """
+    spec = env_spec(experiment.env, code.env)
+    if experiment.fused:
+        return _fused(experiment, spec)
+    if experiment.placement == "ray":
+        raise ConfigError("plans are for one machine: placement 'ray' needs --actors N")
+    found = resources.look()
+    return make_plan(experiment, _measured(experiment, spec, code, found, say, fresh), found, fixed)
+
+
+def apply_plan(experiment: Experiment, plan: Plan, fixed: Collection[str] = ()) -> Experiment:
+    """Return the experiment as a plan has it.
+
+    Refuses a plan of another experiment, and one that has other values of the settings in `fixed` (dotted names).
+    """
+    if (plan.preset, plan.algo) != (experiment.preset, experiment.algo):
+        raise ConfigError(
+            f"the plan is for {plan.preset} ({plan.algo}), not for {experiment.preset} ({experiment.algo})"
+        )
+    if plan.problems:
+        raise ConfigError("; ".join(plan.problems))
+    decided = {"placement": plan.placement, **plan.settings}
+    given = dict(flattened(experiment.model_dump(mode="json")))
+    for name in sorted(decided.keys() & set(fixed)):
+        if given[name] != decided[name]:
+            raise ConfigError(
+                f"{name} {given[name]} contradicts the plan, which has {decided[name]}: leave it out, or plan anew"
+            )
+    return with_changes(experiment, decided)
+
+
+def _measured(
+    experiment: Experiment, spec: EnvSpec, code: UserCode, found: Resources, say: Say, fresh: bool
+) -> Measurements:
+    key = key_of(experiment, code, found, versions())
+    known = None if fresh else measurements.find(key)
+    if known is not None:
+        return known
+    with tempfile.TemporaryDirectory(prefix="qfleet-plan-") as directory:
+        measured = measure(experiment, spec, code, found, lambda one: _rig(one, spec, code, Path(directory)), say)
+    if measured.quiet:
+        with contextlib.suppress(OSError):  # a cache that cannot be written only costs the next plan its time
+            measurements.store(key, measured)
+    return measured
+
+
+def _rig(experiment: Experiment, spec: EnvSpec, code: UserCode, directory: Path) -> Rig:
+    """Bring an experiment to life, to be timed."""
+    program = build_program(experiment, spec, code, directory)
+    placement = place(program, experiment)
+    handles = open_handles(program.monitor, placement.open)
+    return Rig(placement, handles.env_steps, handles.updates)
+
+
+def _fused(experiment: Experiment, spec: EnvSpec) -> Plan:
+    """Return the plan of a run that is one loop: there is nothing to place."""
+    device = learner_device(experiment, spec)
+    reason = f"one loop on {device}, nothing to place; `qfleet probe {experiment.preset}` finds its fastest settings"
+    return Plan(
+        preset=experiment.preset,
+        algo=experiment.algo,
+        placement="inline",
+        settings={},
+        roles=(PlannedRole(kind="fused", count=1, cores=1.0, busy=1.0, device=device),),
+        bottleneck="fused",
+        reasons={"topology": reason},
+    )

@@ -1,0 +1,71 @@
+"""Tells a role that hangs from one that works long, and a run that stands still from one that waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from qfleet.core.protocols import Report
+from qfleet.runtime.streams import Level
+
+_LONG_PHASE_S = 600.0
+"""How long a phase other than "running" may last: building, compiling, evaluating, saving."""
+_STANDSTILL_S = 10.0
+_WAITING_S = 0.5
+"""A step that has taken longer than this is work, whatever the role said after the one before."""
+_DEAF_S = 5.0
+"""When nobody listened for so long, it says nothing that nothing was heard."""
+
+
+@dataclass
+class Watchdog:
+    """Knows when each role was last heard of; a step may take `stall` seconds in the phase "running"."""
+
+    stall: float
+    _heard: dict[str, float] = field(default_factory=dict)
+    _listened: float = 0.0
+
+    def listening(self, now: float) -> None:
+        """Note that the supervisor listens now."""
+        if now - self._listened > _DEAF_S:
+            self._heard = dict.fromkeys(self._heard, now)
+        self._listened = now
+
+    def heard(self, name: str, now: float) -> None:
+        """Note a sign of life."""
+        self._heard[name] = now
+
+    def verdict(self, name: str, report: Report, replaceable: bool, now: float) -> str:
+        """Return why a role must be taken for dead; empty if it need not. A death that ends the run is not rushed."""
+        limit = self.stall if report.phase == "running" and replaceable else _LONG_PHASE_S
+        silent = now - self._heard.get(name, now)
+        if report.step_s > limit:
+            return f"it hung: {report.step_s:.0f} s in one step, in phase '{report.phase}'"
+        if silent > limit:
+            return f"it hung: its process was silent for {silent:.0f} s, in phase '{report.phase}'"
+        return ""
+
+
+@dataclass
+class Standstill:
+    """Notices when every role waits and no stream moves."""
+
+    _moved: int = -1
+    _since: float = 0.0
+    _told: bool = False
+
+    def look(self, reports: Sequence[Report], levels: Sequence[Level], now: float) -> str:
+        """Return who waits for whom, once for each standstill; else an empty string.
+
+        `reports` are those of the roles that are not done.
+        """
+        moved = sum(level.sent + level.taken for level in levels)
+        idle = bool(reports) and all(report.idle and report.step_s < _WAITING_S for report in reports)
+        if moved != self._moved or not idle:
+            self._moved, self._since, self._told = moved, now, False
+        if self._told or now - self._since < _STANDSTILL_S:
+            return ""
+        self._told = True
+        waits = [f"{report.kind}-{report.index} waits: {report.idle}" for report in reports]
+        waits += [f"{level.edge} holds {level.sent - level.taken} of {level.capacity}" for level in levels]
+        return f"nothing has moved for {now - self._since:.0f} s. " + "; ".join(waits)

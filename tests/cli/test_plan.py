@@ -1,0 +1,191 @@
+"""`qfleet plan` and `--plan`: what is shown, saved, followed and refused; the measurements themselves are made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import TINY, command
+
+from qfleet import api, planning
+from qfleet.cli.main import main
+from qfleet.control.measurements import LearnerCost, Measurements
+from qfleet.control.plan import Plan
+from qfleet.core.errors import ConfigError
+from qfleet.experiment import Experiment
+
+SMALL = (*TINY, "--learner.batch-size", "16", "--evaluation.target", "None")
+COSTS = Measurements(
+    env_tick=((4, 1e-3), (64, 16e-3)),
+    act=((4, 1e-4), (64, 2e-4)),
+    request_message=((4, 1e-4), (64, 1e-4)),
+    actor_tick=((4, 1.2e-3), (64, 17e-3)),
+    actor_cpu=((4, 1.2e-3), (64, 17e-3)),
+    replay=5e-6,
+    learners=(LearnerCost(device="cpu", threads=1, seconds=50e-6),),
+    updates_per_step=0.125,
+    batches_per_step=0.125,
+    experience_message=((4, 1e-4), (1024, 2e-4)),
+    batch_message=1e-4,
+    wake=4e-5,
+    cpu_share=1.0,
+    row_bytes=64,
+    batch_bytes=9216,
+)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Experiment]:
+    """Make measurements up on a machine of two cores; returns the experiments that were asked about."""
+    asked: list[Experiment] = []
+
+    def made_up(experiment: Experiment, *rest: Any) -> Measurements:
+        asked.append(experiment)
+        return COSTS
+
+    machine = planning.resources.Resources(cpu="test", cores=2, memory=2**35, shared_memory=2**35)
+    monkeypatch.setattr(planning, "_measured", made_up)
+    monkeypatch.setattr(planning.resources, "look", lambda: machine)
+    return asked
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_plan_shows_roles_rates_bottleneck_and_reasons_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = command(capsys, "plan", "mountaincar", "--placement", "processes", "--actors", "auto")
+    assert said.code == 0
+    for part in ("mountaincar (nstep), processes on 2 cores", "actor", "learner", "replay", "predicted", "steps/s",
+                 "bottleneck", "actor.envs", "actor.unroll", "times as fast as inline"):  # fmt: skip
+        assert part in said.out, part
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_saved_plan_is_followed_to_the_number(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, run = tmp_path / "plan.yaml", tmp_path / "run"
+    assert command(capsys, "plan", "mountaincar", *SMALL, "--placement", "processes", "--save", str(path)).code == 0
+    tree = yaml.safe_load(path.read_text())
+    tree["settings"] |= {"actor.envs": 3, "actors": 2}
+    path.write_text(yaml.safe_dump(tree))
+    done = command(capsys, "train", "mountaincar", *SMALL, "--plan", str(path), "--run-dir", str(run))
+    assert done.code == 0, done.err
+    config = Experiment.from_yaml(run / "config.yaml")
+    assert (config.placement, config.actors, config.actor.envs) == ("processes", 2, 3)
+    assert Plan.from_yaml(run / "plan.yaml") == Plan.from_yaml(path)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["plan"]["settings"] == tree["settings"]
+    assert "measurements" not in summary["plan"]
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [event["text"] for event in events if event["event"] == "planned"]
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["bottleneck"]
+
+
+def test_processes_are_planned_unless_actors_are_given_and_inline_never(
+    measured: list[Experiment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api.Session, "carry_out", lambda session: {})
+
+    def trained(name: str, preset: str | Experiment = "mountaincar", **settings: Any) -> Experiment:
+        api.train(preset, run_dir=tmp_path / name, **settings)
+        return Experiment.from_yaml(tmp_path / name / "config.yaml")
+
+    assert trained("inline", plan="auto", actors="auto").actors == 1
+    assert trained("given", placement="processes", actors=2).actors == 2
+    assert trained("whole", trained("other").replace(placement="processes", actors=3)).actors == 3
+    assert measured == []
+    assert not (tmp_path / "inline" / "plan.yaml").exists()
+    assert trained("auto", placement="processes", actor={"envs": 5}).actor.envs == 5
+    assert trained("asked", trained("one").replace(placement="processes"), plan="auto").placement == "processes"
+    assert len(measured) == 2
+    assert (tmp_path / "auto" / "plan.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "plan"),
+    [
+        ("", None),
+        ("--plan auto", "auto"),
+        ("--actors auto", "auto"),
+        ("--placement processes", "auto"),
+        ("--placement processes --actors auto", "auto"),
+        ("--placement processes --actors 2", None),
+        ("--placement processes --actors 2 --plan auto", "auto"),
+        ("--placement processes --plan some.yaml", "some.yaml"),
+    ],
+)
+def test_the_flags_say_what_is_planned(flags: str, plan: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def train(experiment: Experiment, **rest: Any) -> None:
+        given.update(rest)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(api, "train", train)
+    main(["train", "mountaincar", "--quiet", *flags.split()])
+    assert given["plan"] == plan
+    assert ("actors" in given["fixed"]) == ("--actors 2" in flags)
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_plan_that_does_not_fit_is_refused_and_nothing_is_left(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.yaml"
+    command(capsys, "plan", "mountaincar", "--placement", "processes", "--save", str(path))
+    for words, said in (
+        (("mountaincar", "--actors", "9"), "contradicts the plan"),
+        (("acrobot",), "the plan is for mountaincar"),
+    ):
+        refused = command(capsys, "train", *words, "--plan", str(path), "--run-dir", str(tmp_path / "run"))
+        assert refused.code == 2
+        assert said in refused.err
+        assert not (tmp_path / "run").exists()
+    missing = command(
+        capsys, "train", "mountaincar", "--plan", str(tmp_path / "none"), "--run-dir", str(tmp_path / "r")
+    )
+    assert missing.code == 2
+    assert "cannot be read as a plan" in missing.err
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_full_directory_is_refused_before_anything_is_measured(
+    measured: list[Experiment], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    refused = command(capsys, "train", "mountaincar", "--placement", "processes", "--run-dir", str(tmp_path))
+    assert refused.code == 2
+    assert measured == []
+
+
+def test_a_fused_loop_and_a_cluster_have_nothing_to_plan(
+    measured: list[Experiment], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = command(capsys, "plan", "cartpole", "--device", "cpu")
+    assert said.code == 0
+    assert "qfleet probe cartpole" in said.out
+    refused = command(capsys, "plan", "mountaincar", "--placement", "ray")
+    assert refused.code == 2
+    assert "plans are for one machine" in refused.err
+    assert measured == []
+
+
+def test_bad_words_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in ((("plan",), "PRESET is missing"), (("plan", "cartpole", "x"), "unexpected 'x'"),
+                        (("plan", "mountaincar", "--sav", "x"), "--save"),
+                        (("train", "mountaincar", "--actors", "many"), "--actors")):  # fmt: skip
+        refused = command(capsys, *words)
+        assert refused.code == 2
+        assert said in refused.err
+
+
+def test_python_plans_by_name_and_takes_nested_settings_as_fixed(measured: list[Experiment]) -> None:
+    plan = api.plan("mountaincar", placement="processes", actors="auto", actor={"envs": 5})
+    assert plan.settings["actor.envs"] == 5
+    assert measured[0].actors == 1
+    with pytest.raises(ConfigError, match="actors"):
+        api.plan("mountaincar", actors="many")

@@ -1,0 +1,187 @@
+"""What is measured of a real experiment and machine, what is remembered, and what a container allows."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from plan_cases import measurements
+
+from qfleet.control import machine, pieces, resources, rig
+from qfleet.control import measurements as kept
+from qfleet.control.measurements import Measurements, at
+from qfleet.core.errors import QfleetError
+from qfleet.core.usercode import UserCode
+from qfleet.experiment import Experiment, with_changes
+from qfleet.planning import plan_run
+from qfleet.presets import preset
+from qfleet.presets.algorithms import apply
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QFLEET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(machine, "PIECE_S", 0.15)
+    monkeypatch.setattr(pieces, "PIECE_S", 0.01)
+
+
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting processes takes seconds; say that eight steps and an update took them eight seconds."""
+    made = rig.Round(0.0, 0.0, 0.0, cpu=8.0, steps=8, updates=1)
+    monkeypatch.setattr(machine, "play_beside", lambda build, experiment, seconds: made)
+
+
+def small(algo: str = "dqn", **changes: Any) -> Experiment:
+    base = apply(preset("mountaincar"), algo)
+    return with_changes(base, {"placement": "processes", "network.hidden": (32,), "actor.envs": 4, **changes})
+
+
+def measured(run: Experiment, code: UserCode | None = None, **rest: Any) -> Measurements:
+    plan = plan_run(run, code or UserCode(), {"placement"}, lambda text: None, **rest)
+    assert plan.measurements is not None
+    return plan.measurements
+
+
+class Waiting(gymnasium.Env[Any, Any]):
+    """Sleeps a given time in every step."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (3,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    seconds = 0.0005
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        time.sleep(self.seconds)
+        return np.zeros(3, np.float32), 0.0, False, False, {}
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_an_environment_of_known_cost_is_measured_as_such() -> None:
+    few = {"actor.envs": 4, "learner.batch_size": 16, "learner.train_period": 1.0}
+    run = with_changes(preset("gym:", factory=Waiting), {"placement": "processes", **few})
+    found = measured(run, UserCode(env=Waiting))
+    for size, seconds in found.env_tick:
+        assert size * Waiting.seconds <= seconds <= 10 * size * Waiting.seconds
+    for size, seconds in found.actor_tick:
+        assert seconds >= size * Waiting.seconds
+
+
+def test_what_messages_cost_is_measured_in_processes_of_their_own() -> None:
+    found = measured(small())
+    assert 0 <= found.wake < 0.1
+    assert 0 < found.cpu_share <= 1
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_what_processes_take_more_is_shared_by_the_ends_of_all_messages() -> None:
+    run = small()
+    found = measured(run)
+    ends = 2 * 8 / run.actor.envs + 2
+    assert found.wake * ends == pytest.approx(8.0, rel=0.05), "but for playing and packing, which take microseconds"
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize("algo", ["dqn", "rainbow", "pqn", "r2d2"])
+def test_every_kind_of_agent_is_measured(algo: str) -> None:
+    run = small(algo)
+    found = measured(run)
+    replaying = run.agent.kind == "replay"
+    assert [size for size, _ in found.actor_tick] == [1, 4, 16]
+    assert at(found.actor_tick, 16) > 0
+    assert (found.replay > 0) == replaying
+    assert found.learners[0].seconds > 0
+    assert found.row_bytes > 0
+    if replaying:
+        assert found.updates_per_step == 1 / run.learner.train_period
+        assert found.batch_message > 0
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_measuring_leaves_threads_and_random_numbers_as_they_were() -> None:
+    torch.manual_seed(3)
+    wanted = torch.rand(1)
+    torch.manual_seed(3)
+    threads = torch.get_num_threads()
+    measured(small(threads=1))
+    assert torch.get_num_threads() == threads
+    assert torch.rand(1) == wanted
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_what_was_measured_is_remembered_for_the_same_work_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "QUIET", 0.0)
+    run = small()
+    first = measured(run)
+    monkeypatch.setattr(machine, "_timed", lambda *rest: pytest.fail("measured again"))
+    assert measured(run) == first
+    assert measured(with_changes(run, {"seed": 7, "env_steps": 123_456, "evaluation.every": 5})) == first
+    for change in ({"network.hidden": (64,)}, {"learner.batch_size": 64}, {"env.id": "CartPole-v1"}):
+        with pytest.raises(pytest.fail.Exception):
+            measured(with_changes(run, change))
+    with pytest.raises(pytest.fail.Exception):
+        measured(run, fresh=True)
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_what_a_busy_machine_says_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "QUIET", 1.1)
+    measured(small())
+    assert not kept.measurements_path().exists()
+
+
+def test_a_damaged_cache_is_measured_again_and_rewritten() -> None:
+    path = kept.measurements_path()
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    assert kept.find({"a": 1}) is None
+    kept.store({"a": 1}, measurements())
+    assert kept.find({"a": 1}) == measurements()
+    assert kept.find({"a": 2}) is None
+
+
+def test_the_oldest_measurements_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "_KEPT", 3)
+    for number in range(5):
+        kept.store({"number": number}, measurements())
+    assert [kept.find({"number": number}) is not None for number in range(5)] == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("150000 100000\n", 1.5), ("max 100000\n", 8), ("1600000 100000\n", 8), ("nonsense", 8)]
+)
+def test_a_container_may_allow_parts_of_a_core(
+    text: str, cores: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.max").write_text(text)
+    monkeypatch.setattr(resources, "_QUOTAS", ((tmp_path / "cpu.max", None), (tmp_path / "none", tmp_path / "none")))
+    monkeypatch.setattr(resources.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    assert resources.usable_cores() == cores
+
+
+def test_an_older_container_keeps_quota_and_period_in_two_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "quota").write_text("250000")
+    (tmp_path / "period").write_text("100000")
+    monkeypatch.setattr(resources, "_QUOTAS", ((tmp_path / "quota", tmp_path / "period"),))
+    monkeypatch.setattr(resources.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    assert resources.usable_cores() == 2.5
+    (tmp_path / "quota").write_text("-1")
+    assert resources.usable_cores() == 8
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_run_that_learns_nothing_cannot_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig, "GIVE_UP_S", 0.0)
+    monkeypatch.setattr(rig, "WARM_S", 0.0)
+    with pytest.raises(QfleetError, match="cannot be planned"):
+        measured(small())

@@ -1,0 +1,99 @@
+"""What a run's records say of its roles' speed, and that the balancer's decisions become events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from plan_cases import experiment
+
+from qfleet.control import balancer
+from qfleet.control.monitor import Callbacks, Monitor
+from qfleet.control.progress import Progress
+from qfleet.core.protocols import Report
+
+
+def actor(index: int, steps: float, busy_s: float) -> Report:
+    return Report("actor", index, "running", {"env_steps": steps}, busy_s, {}, "its stream is full")
+
+
+def test_rates_and_shares_are_those_since_the_record_before() -> None:
+    now = 10.0
+    progress = Progress(experiment(), lambda: now)
+    learner = Report("learner", 0, "running", {"updates": 5.0}, 1.0, {})
+    first = progress.record([actor(0, 50, 0.5), learner], 50, 5, 1.0)
+    assert "actor.0.rate" not in first, "there is nothing yet to compare with"
+    now = 12.0
+    later = Report("learner", 0, "running", {"updates": 25.0}, 2.9, {})
+    second = progress.record([actor(0, 250, 1.0), later], 250, 25, 3.0)
+    assert (second["actor.0.rate"], second["learner.0.rate"]) == (100.0, 10.0)
+    assert second["actor.0.busy"] == pytest.approx(0.25)
+    assert second["bottleneck"] == "learner 95% busy; actor waits 75%"
+
+
+class Kept:
+    """A sink that keeps the events."""
+
+    def __init__(self) -> None:
+        self.events: list[Mapping[str, Any]] = []
+
+    def metrics(self, record: Any) -> None: ...
+
+    def event(self, record: Mapping[str, Any]) -> None:
+        self.events.append(record)
+
+    def close(self) -> None: ...
+
+
+class ThreeActors:
+    """A placement whose second actor stands still."""
+
+    name = "processes"
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    @property
+    def done(self) -> bool:
+        return self.rounds >= 50
+
+    def advance(self) -> None:
+        self.rounds += 1
+
+    def reports(self) -> list[Report]:
+        return [actor(index, 0.0 if index == 1 else 100.0 * self.rounds, 0.0) for index in range(3)]
+
+    def incidents(self) -> list[Any]:
+        return []
+
+    def pause(self) -> None: ...
+
+
+@pytest.mark.parametrize(("wanted", "placement"), [("on", "processes"), ("off", "processes"), ("on", "inline")])
+def test_a_straggler_becomes_an_event_unless_nobody_watches(
+    wanted: str, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(balancer, "WINDOW_S", 1e-5)
+    monkeypatch.setattr(balancer, "LOOK_S", 0.0)
+    sink, counter = Kept(), SimpleNamespace(total=lambda: 0)
+    handles = SimpleNamespace(events=(), env_steps=counter, updates=counter, samples=counter)
+    monitor = Monitor(
+        experiment(balance=wanted, placement=placement),
+        ThreeActors(),  # type: ignore[arg-type]
+        handles,
+        [sink],
+        Callbacks(),
+        save_checkpoint=lambda steps, standing: Path("none"),
+        save_model=lambda weights: None,
+    )
+    monitor.run()
+    found = [event for event in sink.events if event["event"] == "balance"]
+    if (wanted, placement) != ("on", "processes"):
+        assert found == []
+        return
+    (event,) = found
+    assert (event["decision"], event["role"], event["index"], event["applied"]) == ("straggler", "actor", 1, False)
+    assert "its stream is full" in event["text"]

@@ -1,0 +1,74 @@
+"""Decides whether a run lost, doubled or invented anything: its replay against what its environments wrote down."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from numbered_env import Place, Step, length, place_of, reward, terminates
+
+from qfleet.core.spec import PLAIN
+from qfleet.replay import Replay
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a check of a whole history came to."""
+
+    sent: int
+    """Steps that an actor had certainly sent."""
+    stored: int
+    """Of those, how many are in the replay; the others were evicted."""
+    items: int
+    """Transitions that can be sampled."""
+
+
+def check(replay: Replay, lives: list[list[Step]], evicting: bool) -> Found:
+    """Raise AssertionError unless replay and journals agree; `evicting` says whether the oldest may be missing.
+
+    An actor sends the step of every environment before it takes the next one: what an environment did before its last
+    step was sent, so it must be there, once, in order. Its last step may or may not have been sent.
+    """
+    stored = rows(replay)
+    doubled = [place for place, count in Counter(stored).items() if count > 1]
+    assert not doubled, f"stored twice: {doubled[:5]}"
+    known, there, sent = {step.place for life in lives for step in life}, set(stored), 0
+    kept = 0
+    for life in lives:
+        for env in {step.env for step in life}:
+            places = [step.place for step in life if step.env == env][:-1]
+            present = [place in there for place in places]
+            sent, kept = sent + len(places), kept + sum(present)
+            assert evicting or all(present), f"lost: {[p for p, i in zip(places, present, strict=True) if not i][:5]}"
+            assert present == sorted(present), f"lost between others: environment {env} of one life"
+    invented = there - known
+    assert not invented, f"never happened: {sorted(invented)[:5]}"
+    check_items(replay, {step.place: step.action for life in lives for step in life})
+    return Found(sent, kept, len(replay))
+
+
+def rows(replay: Replay) -> list[Place]:
+    """Return the place of every stored row that is not final."""
+    filled = replay.chains.filled[:, None] > np.arange(replay.chains.rows)
+    column = replay.store.observations[PLAIN]
+    places = [place_of(observation) for observation in column.read(np.flatnonzero(filled))]
+    return [place for place in places if place.step < length(place.seed)]
+
+
+def check_items(replay: Replay, actions: dict[Place, int]) -> None:
+    """Raise AssertionError unless every item follows the environment's rules from its first row to its bootstrap."""
+    items = replay.sampler.items()
+    batch = replay.transitions(items, np.ones(len(items), np.float32))
+    n_step, gamma = len(replay.powers) - 1, float(replay.powers[1])
+    assert len({place_of(observation) for observation in batch.observation[PLAIN]}) == len(items)
+    for i in range(len(items)):
+        first, after = place_of(batch.observation[PLAIN][i]), place_of(batch.next_observation[PLAIN][i])
+        steps = min(n_step, length(first.seed) - first.step)
+        assert after == Place(first.seed, first.step + steps), f"{first} is followed by {after}"
+        over = after.step == length(first.seed) and terminates(first.seed)
+        assert np.isclose(batch.discount[i], 0.0 if over else gamma**steps)
+        assert batch.action[i] == actions[first]
+        passed = [Place(first.seed, first.step + k) for k in range(steps)]
+        expected = sum(gamma**k * reward(place, actions[place]) for k, place in enumerate(passed))
+        assert np.isclose(batch.reward[i], expected, rtol=1e-5), f"{first}: {batch.reward[i]}, not {expected}"

@@ -1,0 +1,86 @@
+"""The checker of histories finds what it is there to find."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from history import check
+from numbered_env import Place, Step, length, reward, shown, terminates
+
+from qfleet.core.spec import PLAIN, EnvSpec, LeafSpec
+from qfleet.core.types import Experience, Version
+from qfleet.replay import Replay, ReplayConfig
+
+SEEDS = (70_000, 70_001, 70_004)
+SPEC = EnvSpec(name="numbered", observations={PLAIN: LeafSpec(shape=(5,), dtype="uint8")}, actions=3)
+
+
+def played() -> tuple[list[Experience], list[list[Step]]]:
+    """Whole episodes of one environment, one row a message, and its journal."""
+    messages, journal = [], []
+    for seed in SEEDS:
+        for step in range(length(seed) + 1):
+            place, final = Place(seed, step), step == length(seed)
+            last = step == length(seed) - 1
+            if not final:
+                journal.append(Step(0, place, step % 3))
+            messages.append(row(len(messages), place, final, last))
+    journal.append(Step(0, Place(80_000, 0), 0))  # taken, and perhaps not sent
+    return messages, [journal]
+
+
+def row(sequence: int, place: Place, final: bool, last: bool) -> Experience:
+    action = 0 if final else place.step % 3
+    return Experience(
+        source="actor-0", sequence=sequence, version=Version(), offsets=np.array([0, 1]), stream=np.zeros(1, np.int64),
+        observation={PLAIN: shown(place)[None]},
+        action=np.array([action]), reward=np.array([0.0 if final else reward(place, action)], np.float32),
+        terminated=np.array([last and terminates(place.seed)]), final=np.array([final]),
+        truncated=np.array([last and not terminates(place.seed)]),
+    )  # fmt: skip
+
+
+def stored(messages: list[Experience], capacity: int = 400) -> Replay:
+    config, rng = ReplayConfig(capacity=capacity, segment=4), np.random.default_rng(0)
+    replay = Replay(config, SPEC, streams=1, n_step=2, gamma=0.9, rng=rng)
+    for message in messages:
+        replay.append(message)
+    return replay
+
+
+def test_a_true_history_passes() -> None:
+    messages, lives = played()
+    found = check(stored(messages), lives, evicting=False)
+    assert found.sent == found.stored == sum(length(seed) for seed in SEEDS)
+    assert check(stored(messages, capacity=12), lives, evicting=True).stored < found.sent
+
+
+def test_a_lost_step_is_found() -> None:
+    messages, lives = played()
+    at = length(SEEDS[0]) // 2
+    broken = [*messages[:at], dataclasses.replace(messages[at + 1], cut=np.zeros(1, np.int64)), *messages[at + 2 :]]
+    for evicting in (False, True):
+        with pytest.raises(AssertionError, match="lost"):
+            check(stored(broken), lives, evicting)
+
+
+def test_a_step_stored_twice_is_found() -> None:
+    messages, lives = played()
+    again = dataclasses.replace(messages[1], sequence=10**6, stream=np.ones(1, np.int64))
+    with pytest.raises(AssertionError, match="twice"):
+        check(stored([*messages, again]), lives, evicting=False)
+
+
+def test_a_successor_across_a_gap_is_found() -> None:
+    messages, lives = played()
+    gap = [*messages[:1], *messages[2:]]  # nobody said that the stream was cut
+    with pytest.raises(AssertionError, match="is followed by"):
+        check(stored(gap), [[step for step in lives[0] if step.place != Place(SEEDS[0], 1)]], evicting=False)
+
+
+def test_a_step_that_never_happened_is_found() -> None:
+    messages, lives = played()
+    with pytest.raises(AssertionError, match="never happened"):
+        check(stored(messages), [lives[0][length(SEEDS[0]) :]], evicting=False)

@@ -1,0 +1,184 @@
+"""Roles are killed at random moments, and at chosen ones; a checker looks for what was lost, doubled or invented."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from history import Found, check
+from numbered_env import journals
+from program_cases import short
+
+import qfleet.api as api
+import qfleet.session
+from qfleet.control.monitor import Callbacks
+from qfleet.core.failpoints import VARIABLE
+from qfleet.envs import make_env
+from qfleet.experiment import Experiment
+from qfleet.program import place, shard_setup
+from qfleet.replay import Replay
+from qfleet.runtime.checkpoint import complete, read_state
+from qfleet.runtime.memory import shared_memory_root
+
+ROLES = ("actor-0", "actor-1", "replay-0", "learner-0", "evaluator-0")
+
+
+class Patient:
+    """Lets a role die as often as it likes."""
+
+    def delay(self, name: str, now: float) -> float:
+        return 0.0
+
+    def in_a_row(self, name: str) -> int:
+        return 0
+
+
+class Killer:
+    """Kills a random role each time the run has come a random way further."""
+
+    def __init__(self, kills: int, seed: int, pause: int) -> None:
+        self._rng, self._pause, self.left = np.random.default_rng(seed), pause, kills
+        self._next = int(self._rng.integers(1, pause))
+        self._killed: set[int] = set()
+        self.placement: Any = None
+
+    def on_step(self, metrics: dict[str, Any], stop: Any) -> None:
+        if self.left and metrics["env_steps"] >= self._next:
+            pid = self.placement.pids().get(str(self._rng.choice(ROLES)))
+            if pid is not None and pid not in self._killed:  # the last one may not be buried yet
+                os.kill(pid, signal.SIGKILL)
+                self._killed.add(pid)
+                self.left -= 1
+                self._next = metrics["env_steps"] + int(self._rng.integers(1, self._pause))
+
+
+def experiment(folder: Path, env_steps: int, **changes: Any) -> Experiment:
+    (folder / "journal").mkdir()
+    settings = {
+        "placement": "processes",
+        "actors": 2,
+        "actor.envs": 3,
+        "env.id": "numbered_env:Numbered-v0",
+        "env.kwargs": {"journal": str(folder / "journal")},
+        "env.reward_scale": 1.0,
+        "network.hidden": [16],
+        "network.input.scale": [1e-2],
+        "agent.n_step": 3,
+        "replay.capacity": 2 * env_steps,
+        "learner.train_period": 8.0,
+        "learner.snapshot_s": 0.2,
+        "checkpoint.every": 10**9,
+        "replay.sampler": {"kind": "prioritised", "initial": "actor"},
+    }
+    return short(env_steps=env_steps, **{**settings, **changes})
+
+
+def survive(
+    run: Experiment, folder: Path, monkeypatch: pytest.MonkeyPatch, killer: Killer | None = None
+) -> tuple[Found, list[dict[str, Any]]]:
+    """Let a run go to its end; return what the checker found, and the events of the deaths."""
+
+    def placed(*arguments: Any) -> Any:
+        placement: Any = place(*arguments)
+        placement._restarts = Patient()
+        if killer is not None:
+            killer.placement = placement
+        return placement
+
+    monkeypatch.setattr(qfleet.session, "place", placed)
+    callbacks = Callbacks(on_step=killer.on_step if killer else None)
+    done = api.train(run, run_dir=folder / "run", callbacks=callbacks)
+    assert done.summary["env_steps"] >= run.env_steps
+    assert not list(shared_memory_root().glob(f"qfleet-{os.getpid()}-*"))
+    assert not multiprocessing.active_children()
+    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    replay = stored(run, folder / "run")
+    found = check(replay, journals(folder / "journal"), evicting=run.replay.capacity < run.env_steps)
+    return found, [event for event in events if event["event"] == "restart"]
+
+
+def stored(run: Experiment, folder: Path) -> Replay:
+    """Return the replay of a run's last checkpoint."""
+    probe = make_env(run.env, 1)
+    setup = shard_setup(run, probe.spec, folder)
+    probe.close()
+    replay = Replay(
+        run.replay, probe.spec, streams=setup.streams, n_step=setup.n_step, gamma=setup.gamma,
+        rng=np.random.default_rng(0), directory=folder,
+    )  # fmt: skip
+    replay.load_state_dict(read_state(complete(folder / "checkpoints")[-1], "replay-0")["replay"])
+    return replay
+
+
+def lives(deaths: list[dict[str, Any]]) -> int:
+    """Return how often roles were begun anew; one that dies before it is ready has one event for several lives."""
+    last = {(death["role"], death["index"]): death["life"] for death in deaths}
+    return sum(last.values())
+
+
+def test_nothing_is_lost_when_random_roles_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killer = Killer(kills=5, seed=1, pause=400)
+    found, deaths = survive(experiment(tmp_path, 5000), tmp_path, monkeypatch, killer)
+    assert (killer.left, lives(deaths)) == (0, 5)
+    assert found.sent > 4500
+    assert found.stored == found.sent
+
+
+def test_only_the_oldest_is_gone_from_a_full_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killer = Killer(kills=5, seed=2, pause=400)
+    run = experiment(tmp_path, 5000, **{"replay.capacity": 800, "replay.segment": 20})
+    found, deaths = survive(run, tmp_path, monkeypatch, killer)
+    assert (killer.left, lives(deaths)) == (0, 5)
+    assert 600 < found.stored < 800
+    assert found.items > 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", [{"kind": "ram"}, {"kind": "mapped"}, {"kind": "lz4", "smallest": 1}])
+@pytest.mark.parametrize("capacity", [50_000, 2000])
+def test_hundreds_of_kills(
+    storage: dict[str, Any], capacity: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killer = Killer(kills=34, seed=capacity + len(storage["kind"]), pause=600)
+    run = experiment(tmp_path, 40_000, **{"replay.capacity": capacity, "replay.storage": storage})
+    found, deaths = survive(run, tmp_path, monkeypatch, killer)
+    assert (killer.left, lives(deaths)) == (0, 34)
+    assert found.stored > 0.8 * min(capacity, found.sent)
+
+
+POINTS = [
+    "replay-0/replay.before_commit:kill@40,actor-0/channel.after_write:kill@50,learner-0/keep.before_commit:kill@3",
+    "replay-0/replay.after_commit:kill@40,actor-0/channel.after_send:kill@50,learner-0/keep.after_commit:kill@3",
+    "replay-0/channel.before_ack:kill@40,actor-0/channel.before_send:kill@50,evaluator-0/keep.after_commit:kill@2",
+    "replay-0/channel.after_send:kill@10,learner-0/channel.before_ack:kill@10,evaluator-0/keep.before_commit:kill@1",
+    "worker.step:kill@60",
+]
+
+
+@pytest.mark.parametrize(
+    "points", [POINTS[1], *(pytest.param(p, marks=pytest.mark.slow) for p in POINTS if p != POINTS[1])]
+)
+def test_nothing_is_lost_by_deaths_at_the_worst_moments(
+    points: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, points)
+    found, deaths = survive(experiment(tmp_path, 1500), tmp_path, monkeypatch)
+    named = {point.split("/")[0] for point in points.split(",")} if "/" in points else set(ROLES[:-1])
+    assert named <= {f"{death['role']}-{death['index']}" for death in deaths} <= set(ROLES)
+    assert found.stored == found.sent
+
+
+def test_a_learner_says_what_its_death_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "learner-0/worker.step:kill@200")
+    run = experiment(tmp_path, 1500, **{"learner.snapshot_s": 1000.0})
+    survive(run, tmp_path, monkeypatch)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    text = next(event["text"] for event in events if event.get("kind") == "restarted")
+    assert text.startswith("learner restarted from update 0: ")
+    assert int(text.split()[5]) > 10

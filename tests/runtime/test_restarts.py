@@ -1,0 +1,226 @@
+"""Roles that die or hang in real processes and live again: nothing lost, nothing left, one error in the end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_process_placement import HERE, alive, assert_nothing_left, own_folders, run_to_failure, wait_until
+from toy_roles import Handles, KeptProducer, Settings, kept_pipeline
+
+from qfleet.core.errors import ConfigError
+from qfleet.core.protocols import Incident
+from qfleet.core.types import Notice
+from qfleet.runtime import processes, watchdog
+from qfleet.runtime.graph import Graph
+from qfleet.runtime.processes import ProcessPlacement
+from qfleet.runtime.restarts import Restarts
+
+
+def run_to_end(placement: ProcessPlacement) -> dict[str, dict[str, float]]:
+    """Return the last metrics of every role; nothing may be left of the run."""
+    try:
+        wait_until(lambda: bool(placement.advance() or placement.done), "the run ends")
+        return {report.kind: report.metrics for report in placement.reports()}
+    finally:
+        pids = list(placement.pids().values())
+        placement.close()
+        assert_nothing_left(pids)
+
+
+POINTS = [
+    "kept_producer-0/channel.before_send:kill@7",
+    "kept_producer-0/channel.after_write:kill@7",
+    "kept_producer-0/channel.after_send:kill@7",
+    "kept_consumer-0/channel.before_ack:kill@7",
+    "kept_consumer-0/keep.before_commit:exit@7",
+    "kept_consumer-0/keep.after_commit:kill@7",
+    "worker.step:kill@7",
+]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_death_at_any_point_loses_no_message(point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QFLEET_FAIL", point)
+    placement = ProcessPlacement(kept_pipeline(60))
+    metrics = run_to_end(placement)
+    assert metrics["kept_consumer"]["position"] == 60
+    assert metrics["kept_producer"]["position"] == 60
+    doubled = "after_send" in point or "after_commit" in point or "before_ack" in point
+    assert (metrics["kept_consumer"]["again"] > 0) == doubled, "came again exactly where it was not acknowledged"
+    incidents = placement.incidents()
+    dead = {"kept_producer", "kept_consumer"} if "/" not in point else {point.split("-")[0]}
+    assert {incident.role for incident in incidents if isinstance(incident, Incident)} == dead
+    for incident in incidents:
+        assert isinstance(incident, Incident)
+        assert (incident.index, incident.life) == (0, 1)
+        assert ("SIGKILL" if "kill" in point else "code 70") in incident.cause
+        assert 0 <= incident.seconds_to_repair < 10
+    assert placement.incidents() == [], "told once"
+
+
+def test_role_that_hangs_is_killed_and_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QFLEET_FAIL", "kept_consumer-0/worker.step:hang@5")
+    placement = ProcessPlacement(kept_pipeline(60), stall=2.0)
+    assert run_to_end(placement)["kept_consumer"]["position"] == 60
+    (incident,) = placement.incidents()
+    assert isinstance(incident, Incident)
+    assert re.match(r"it hung: [2-9] s in one step, in phase 'running'", incident.cause)
+
+
+def test_process_that_is_stopped_is_taken_for_dead() -> None:
+    placement = ProcessPlacement(kept_pipeline(200, pace_s=0.01), stall=2.5)
+    wait_until(lambda: (placement.advance() or placement.reports()[0].phase) == "running", "it runs")
+    os.kill(placement.pids()["kept_producer-0"], signal.SIGSTOP)
+    assert run_to_end(placement)["kept_consumer"]["position"] == 200
+    (incident,) = placement.incidents()
+    assert isinstance(incident, Incident)
+    assert "silent for" in incident.cause
+
+
+@pytest.mark.parametrize("fault", ["build", "children"])
+def test_death_while_it_is_built_or_with_processes_of_its_own(fault: str) -> None:
+    placement = ProcessPlacement(kept_pipeline(100, pace_s=0.01, producer_fault=fault))
+    if fault == "children":
+        wait_until(lambda: bool(placement.advance() or placement.reports()[0].metrics.get("helper0")), "it has a child")
+        os.kill(placement.pids()["kept_producer-0"], signal.SIGKILL)
+    metrics = run_to_end(placement)["kept_producer"]
+    assert metrics["life"] == 1
+    if fault == "children":
+        helpers = [int(metrics[f"helper{life}"]) for life in (0, 1)]
+        assert helpers[1] > 0
+        wait_until(lambda: not any(alive(pid) for pid in helpers), "what a dead role had started is gone with it")
+
+
+def test_role_that_was_done_says_so_again() -> None:
+    placement = ProcessPlacement(kept_pipeline(10))
+    wait_until(lambda: bool(placement.advance() or placement.done), "done")
+    os.kill(placement.pids()["kept_consumer-0"], signal.SIGKILL)
+    wait_until(lambda: not (placement.advance() or placement.done), "its death is seen")
+    assert run_to_end(placement)["kept_consumer"] == {
+        **placement.reports()[1].metrics,
+        "position": 10.0,
+        "life": 1,
+        "again": 0,
+    }
+
+
+def test_too_many_deaths_are_one_error_that_names_role_and_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QFLEET_FAIL", "kept_consumer-0/worker.step:exit@1:always")
+    placement = ProcessPlacement(kept_pipeline(60), restarts=2)
+    failure = run_to_failure(placement)
+    assert (failure.role, failure.index) == ("kept_consumer", 0)
+    assert failure.cause == "its process exited with code 70; that was death 3 within a short time"
+    assert own_folders(os.getpid()) == []
+
+
+def test_role_that_raises_is_not_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QFLEET_FAIL", "kept_consumer-0/worker.step:raise@3")
+    assert "failpoint worker.step" in run_to_failure(ProcessPlacement(kept_pipeline(60))).cause
+
+
+def test_member_of_a_group_is_not_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QFLEET_FAIL", "kept_producer-1/worker.step:kill@3")
+    graph = kept_pipeline(1000, pace_s=0.001)
+    outlet, _ = graph.stream("other", 1000)
+    graph.add(KeptProducer, Settings(count=1000), Handles(outlet=outlet, keep=graph.keep("second")))
+    failure = run_to_failure(ProcessPlacement(graph, groups=("kept_producer",)))
+    assert (failure.role, failure.index) == ("kept_producer", 1)
+
+
+@pytest.mark.parametrize("fault", ["save", "restore"])
+def test_death_in_the_middle_of_a_checkpoint_does_not_spoil_it(fault: str, tmp_path: Path) -> None:
+    graph = kept_pipeline(100, pace_s=0.005, consumer_fault=fault)
+    placement = ProcessPlacement(graph)
+    wait_until(lambda: bool(placement.advance() or placement.reports()[1].metrics.get("position", 0) > 10), "some work")
+    placement.save(tmp_path)
+    placement.close()
+    assert len(placement.incidents()) == (fault == "save")
+    again = ProcessPlacement(graph)
+    again.restore(tmp_path)
+    metrics = run_to_end(again)["kept_consumer"]
+    assert (metrics["position"], metrics["again"]) == (100, 0)
+
+
+def test_deaths_before_the_pause_are_no_obstacle_to_it(tmp_path: Path) -> None:
+    placement = ProcessPlacement(kept_pipeline(400, pace_s=0.002))
+    for number, name in enumerate(("kept_producer-0", "kept_consumer-0", "kept_producer-0")):
+        placement.advance()
+        os.kill(placement.pids()[name], signal.SIGKILL)
+        (tmp_path / str(number)).mkdir()
+        placement.save(tmp_path / str(number))
+        assert (tmp_path / str(number) / "kept_producer-0.msgpack").exists()
+    assert run_to_end(placement)["kept_consumer"]["position"] == 400
+
+
+SCRIPT = """
+    import sys
+    sys.path.insert(0, {here!r})
+    from toy_roles import kept_pipeline
+    from qfleet.runtime.processes import ProcessPlacement
+    placement = ProcessPlacement(kept_pipeline(100_000, pace_s=0.01, producer_fault="children"))
+    pid = 0
+    while not pid:
+        placement.advance()
+        pid = int(placement.reports()[0].metrics.get("helper0", 0))
+    print(*placement.pids().values(), pid, flush=True)
+    while True:
+        placement.advance()
+"""
+
+
+def test_killed_supervisor_takes_what_its_roles_have_started_along(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(SCRIPT.format(here=str(HERE))))
+    process = subprocess.Popen([sys.executable, path], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) == 3
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not any(alive(pid) for pid in pids), "roles and their children notice")
+
+
+def test_standstill_names_who_waits_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_STANDSTILL_S", 0.5)
+    graph = Graph()
+    outlet, inlet = graph.stream("full", 2)
+    graph.add(KeptProducer, Settings(count=10), Handles(outlet=outlet, keep=graph.keep("producer")))
+    placement = ProcessPlacement(graph)
+    notices: list[Any] = []
+    wait_until(lambda: bool(placement.advance() or notices.extend(placement.incidents()) or notices), "it is told")
+    assert isinstance(notices[0], Notice)
+    assert notices[0].kind == "standstill"
+    assert "kept_producer-0 waits: room; full holds 2 of 2" in notices[0].text
+    receiver = placement.open(inlet)
+    wait_until(lambda: bool(placement.advance() or receiver.receive() or placement.done), "it goes on")
+    placement.close()
+
+
+def test_more_processes_than_cores_can_serve_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_CROWDED", 0)
+    placement = ProcessPlacement(kept_pipeline(1))
+    placement.close()
+    (notice,) = placement.incidents()
+    assert isinstance(notice, Notice)
+    assert notice.text.startswith("2 processes share")
+
+
+def test_bad_failpoint_is_refused_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QFLEET_FAIL", "worker.step:explode@1")
+    with pytest.raises(ConfigError, match=r"QFLEET_FAIL: 'worker.step:explode@1' is not"):
+        ProcessPlacement(kept_pipeline(1))
+    assert own_folders(os.getpid()) == []
+
+
+def test_quick_deaths_are_begun_anew_later_and_later_and_rare_ones_at_once() -> None:
+    restarts = Restarts(4)
+    assert [restarts.delay("a", second) for second in (0, 1, 3, 7, 20)] == [0, 1, 2, 4, None]
+    assert [restarts.delay("b", second) for second in (0, 61, 130, 200, 300, 400)] == [0] * 6

@@ -1,0 +1,52 @@
+"""When a role is taken for dead, and when a run is said to stand still."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from qfleet.core.protocols import Report
+from qfleet.runtime.streams import Level
+from qfleet.runtime.watchdog import Standstill, Watchdog
+
+
+def report(phase: str = "running", step_s: float = 0.0, idle: str = "") -> Report:
+    return Report("actor", 0, phase, {}, 0.0, {}, idle, step_s)
+
+
+def test_step_may_last_as_long_as_its_phase_allows() -> None:
+    dog = Watchdog(stall=60)
+    assert dog.verdict("a", report(step_s=59), True, 0) == ""
+    assert "61 s in one step, in phase 'running'" in dog.verdict("a", report(step_s=61), True, 0)
+    assert dog.verdict("a", report("compiling", step_s=599), True, 0) == ""
+    assert "compiling" in dog.verdict("a", report("compiling", step_s=601), True, 0)
+    assert dog.verdict("a", report(step_s=599), False, 0) == "", "a death that would end the run is not rushed"
+
+
+def test_silence_counts_only_while_somebody_listens() -> None:
+    dog = Watchdog(stall=60)
+    dog.heard("a", 0)
+    for second in range(61):
+        dog.listening(second)
+    assert dog.verdict("a", report(), True, 60) == ""
+    assert "silent for 61 s" in dog.verdict("a", report(), True, 61)
+    dog.listening(200)  # the supervisor itself was away for more than two minutes
+    assert dog.verdict("a", report(), True, 200) == ""
+
+
+def test_standstill_is_told_once_and_again_after_a_movement() -> None:
+    still, waiting, level = Standstill(), report(idle="room"), Level("experience-0", 5, 2, 3)
+
+    def told(now: float, seen: Report = waiting, sent: int = 5) -> bool:
+        return bool(still.look([seen], [dataclasses.replace(level, sent=sent)], now))
+
+    assert not told(0)
+    assert not told(9.9)
+    assert told(10.1)
+    assert not told(30)
+    assert not told(31, sent=6)
+    assert not told(40.5, sent=6)
+    assert told(41.5, sent=6)
+    assert not told(60, report(idle="room", step_s=3), sent=6), "it works"
+    assert not told(69, sent=6)
+    assert not told(100, report(), sent=6)
+    assert still.look([], [], 200) == "", "when all are done nobody waits"

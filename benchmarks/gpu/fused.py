@@ -20,10 +20,10 @@ from qfleet.envs import env_spec
 from qfleet.experiment import Experiment, with_changes
 from qfleet.presets import preset
 from qfleet.presets.algorithms import apply
-from qfleet.program import fused_setup
 from qfleet.roles.fused.loop import Loop
 from qfleet.roles.fused.replay_loop import ReplayLoop
 from qfleet.roles.fused.rollout_loop import RolloutLoop
+from qfleet.setups import fused_setup
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

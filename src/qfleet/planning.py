@@ -20,8 +20,9 @@ from qfleet.core.spec import EnvSpec
 from qfleet.core.usercode import UserCode
 from qfleet.envs import env_spec
 from qfleet.experiment import Experiment, flattened, with_changes
-from qfleet.program import build_program, learner_device, place
+from qfleet.program import build_program, place
 from qfleet.runtime.graph import open_handles
+from qfleet.setups import learner_device
 
 Say = Callable[[str], object]
 

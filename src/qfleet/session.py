@@ -30,11 +30,12 @@ from qfleet.envs import make_env
 from qfleet.experiment import Experiment
 from qfleet.observe.sinks import JsonlSink, Sink
 from qfleet.observe.trackers import TensorBoardSink, WandbSink
-from qfleet.program import build_program, learner_device, place
+from qfleet.program import build_program, place
 from qfleet.roles.evaluator import play
 from qfleet.runtime import checkpoint
 from qfleet.runtime.graph import open_handles
 from qfleet.runtime.rundir import RunDir
+from qfleet.setups import learner_device
 
 T = TypeVar("T")
 _SECOND_SIGNAL_S = 0.5

@@ -29,9 +29,9 @@ from qfleet.envs import env_spec
 from qfleet.experiment import with_changes
 from qfleet.presets import preset
 from qfleet.presets.algorithms import apply
-from qfleet.program import fused_setup
 from qfleet.roles.fused import loop as fused_loop
 from qfleet.roles.fused.replay_loop import ReplayLoop
+from qfleet.setups import fused_setup
 
 # By the interpreter NumPy computes what a GPU would, and remarks on each infinity.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(invalid value|divide by zero|overflow):RuntimeWarning")

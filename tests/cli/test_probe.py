@@ -24,8 +24,8 @@ from qfleet.envs import env_spec
 from qfleet.experiment import with_changes
 from qfleet.presets import preset
 from qfleet.presets.algorithms import apply
-from qfleet.program import fused_setup
 from qfleet.roles.fused import FusedSetup
+from qfleet.setups import fused_setup
 
 GAME = ("--env.kind", "tensor", "--env.game", "cartpole", "--network.hidden", "16", "16", "--device", "cpu")
 QUICK = ("--seconds-per-candidate", "0.02")

@@ -20,8 +20,8 @@ from qfleet.envs import env_spec
 from qfleet.experiment import Experiment, with_changes
 from qfleet.presets import preset
 from qfleet.presets.algorithms import apply
-from qfleet.program import fused_setup
 from qfleet.roles.fused.replay_loop import ReplayLoop
+from qfleet.setups import fused_setup
 
 GAME = {"env.kind": "tensor", "env.game": "catch"}
 ALGORITHMS = ("dqn", "rainbow", "pqn", "prioritised", "noisy", "iqn", "munchausen", "beyond")

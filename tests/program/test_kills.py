@@ -21,10 +21,11 @@ from qfleet.control.monitor import Callbacks
 from qfleet.core.failpoints import VARIABLE
 from qfleet.envs import make_env
 from qfleet.experiment import Experiment
-from qfleet.program import place, shard_setup
+from qfleet.program import place
 from qfleet.replay import Replay
 from qfleet.runtime.checkpoint import complete, read_state
 from qfleet.runtime.memory import shared_memory_root
+from qfleet.setups import shard_setup
 
 ROLES = ("actor-0", "actor-1", "replay-0", "learner-0", "evaluator-0")
 

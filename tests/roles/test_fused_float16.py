@@ -15,8 +15,8 @@ from qfleet.envs import env_spec
 from qfleet.experiment import with_changes
 from qfleet.presets import preset
 from qfleet.presets.algorithms import apply
-from qfleet.program import fused_setup
 from qfleet.roles.fused import Fused, FusedHandles
+from qfleet.setups import fused_setup
 
 
 @pytest.fixture(params=["dqn", "pqn"])

@@ -14,10 +14,10 @@ from qfleet.envs import env_spec
 from qfleet.experiment import with_changes
 from qfleet.presets import preset
 from qfleet.presets.algorithms import apply
-from qfleet.program import fused_setup
 from qfleet.roles.fused import FusedSetup
 from qfleet.roles.fused.memory import MODEL_COPIES, data_bytes, device_memory, pass_bytes, require_memory
 from qfleet.roles.fused.replay_loop import ReplayLoop
+from qfleet.setups import fused_setup
 
 PARAMETERS = 10_000
 

@@ -25,10 +25,10 @@ from qfleet.envs import env_spec
 from qfleet.experiment import Experiment, with_changes
 from qfleet.presets import preset
 from qfleet.presets.algorithms import apply
-from qfleet.program import fused_setup
 from qfleet.roles.fused.loop import Loop
 from qfleet.roles.fused.replay_loop import ReplayLoop
 from qfleet.roles.fused.rollout_loop import RolloutLoop
+from qfleet.setups import fused_setup
 
 PQN, DQN = Path("benchmarks/pqn_eager.py"), Path("examples/reference/dqn_onefile.py")
 WARM_UP = 6

@@ -76,7 +76,7 @@ def _setup(name: str, options: ProbeOptions, given: Sequence[Given]) -> tuple[Fu
     from qfleet.core.usercode import UserCode
     from qfleet.envs import env_spec
     from qfleet.presets import algorithms, preset
-    from qfleet.program import fused_setup
+    from qfleet.setups import fused_setup
 
     experiment = preset(name)
     if options.algo is not None:

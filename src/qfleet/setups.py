@@ -1,0 +1,219 @@
+"""What each role is built from, read off the experiment."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from qfleet.algo.agent import ReplayAgent, RolloutAgent
+from qfleet.algo.schedules import Schedule
+from qfleet.algo.sequences import LAST_ACTION, STATE
+from qfleet.core.errors import ConfigError
+from qfleet.core.spec import EnvSpec, LeafSpec
+from qfleet.core.usercode import UserCode
+from qfleet.envs import TensorConfig
+from qfleet.experiment import Experiment
+from qfleet.replay import SequenceWindow
+from qfleet.roles.actor import ActorSetup
+from qfleet.roles.evaluator import EvaluatorSetup
+from qfleet.roles.fused import FusedSetup
+from qfleet.roles.inference_server import InferenceSetup, ServedInference
+from qfleet.roles.learner import GroupConfig, LearnerSetup
+from qfleet.roles.replay_shard import ShardSetup
+
+
+def actor_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index: int) -> ActorSetup:
+    """Return what actor `index` is built from."""
+    actor, agent = experiment.actor, experiment.agent
+    if not isinstance(agent, ReplayAgent):
+        actor = actor.replace(unroll=agent.rollout_length if isinstance(agent, RolloutAgent) else 1)
+    return ActorSetup(
+        actor=actor,
+        env=experiment.env,
+        spec=spec,
+        network=experiment.network,
+        agent=agent,
+        exploration=experiment.exploration,
+        seed=experiment.seed,
+        index=index,
+        actors=experiment.actors,
+        env_steps=experiment.env_steps,
+        code=code,
+        inference=experiment.inference,
+        valued=valued(experiment),
+    )
+
+
+def inference_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index: int) -> InferenceSetup:
+    """Return what inference server `index` is built from."""
+    inference = experiment.inference
+    assert isinstance(experiment.agent, ReplayAgent)
+    assert isinstance(inference, ServedInference)
+    actors = len(range(index, experiment.actors, inference.servers))
+    if experiment.placement == "inline":
+        inference = inference.replace(deadline_ms=0.0)  # nobody else can ask while the server waits
+    return InferenceSetup(
+        inference=inference,
+        spec=spec,
+        network=experiment.network,
+        agent=experiment.agent,
+        optim=experiment.optim,
+        accel=experiment.accel,
+        seed=experiment.seed,
+        index=index,
+        rows=actors * experiment.actor.envs,
+        device=_device(inference.device, "inference.device", spec),
+        code=code,
+    )
+
+
+def shard_setup(experiment: Experiment, spec: EnvSpec, directory: Path) -> ShardSetup:
+    """Return what the replay shard is built from."""
+    agent = experiment.agent
+    assert isinstance(agent, ReplayAgent)
+    return ShardSetup(
+        replay=experiment.replay,
+        spec=spec,
+        streams=experiment.actors * experiment.actor.envs,
+        n_step=agent.n_step,
+        gamma=agent.gamma,
+        normalise_rewards=experiment.normalise_rewards,
+        batch_size=experiment.learner.batch_size,
+        train_period=experiment.learner.train_period,
+        learning_starts=experiment.learner.learning_starts,
+        beta=_beta(experiment),
+        seed=experiment.seed,
+        index=0,
+        directory=directory / "replay",
+        sequence=_sequence(agent),
+        extras=_extras(agent),
+    )
+
+
+def _sequence(agent: ReplayAgent) -> SequenceWindow | None:
+    """Return how episodes are cut into sequences, for an agent with memory."""
+    memory = agent.memory
+    if memory is None:
+        return None
+    return SequenceWindow(length=memory.burn_in + memory.length, burn_in=memory.burn_in, period=memory.period)
+
+
+def _extras(agent: ReplayAgent) -> dict[str, LeafSpec]:
+    """Return what each row holds besides the transition: the memory before it."""
+    if agent.memory is None:
+        return {}
+    return {
+        STATE: LeafSpec(shape=(2 * agent.memory.hidden,), dtype="float16"),
+        LAST_ACTION: LeafSpec(shape=(), dtype="int32"),
+    }
+
+
+def learner_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, group: GroupConfig | None) -> LearnerSetup:
+    """Return what a learner rank is built from."""
+    return LearnerSetup(
+        learner=experiment.learner,
+        network=experiment.network,
+        agent=experiment.agent,
+        optim=experiment.optim,
+        spec=spec,
+        seed=experiment.seed,
+        total_updates=total_updates(experiment),
+        evaluate_every=experiment.evaluation.every,
+        env_steps=experiment.env_steps,
+        device=learner_device(experiment, spec),
+        group=group,
+        warm_start=_model_of(experiment.warm_start),
+        warm_start_part=experiment.warm_start_part,
+        code=code,
+        accel=experiment.accel,
+    )
+
+
+def fused_setup(experiment: Experiment, spec: EnvSpec, code: UserCode) -> FusedSetup:
+    """Return what a fused loop is built from."""
+    assert isinstance(experiment.env, TensorConfig)
+    return FusedSetup(
+        env=experiment.env,
+        spec=spec,
+        network=experiment.network,
+        agent=experiment.agent,
+        exploration=experiment.exploration,
+        actor=experiment.actor,
+        replay=experiment.replay,
+        beta=_beta(experiment),
+        learner=experiment.learner,
+        optim=experiment.optim,
+        evaluation=experiment.evaluation,
+        accel=experiment.accel,
+        seed=experiment.seed,
+        env_steps=experiment.env_steps,
+        total_updates=total_updates(experiment),
+        device=learner_device(experiment, spec),
+        warm_start=_model_of(experiment.warm_start),
+        warm_start_part=experiment.warm_start_part,
+        code=code,
+    )
+
+
+def valued(experiment: Experiment) -> bool:
+    """Return whether new items get their priorities from the actors' values."""
+    sampler = experiment.replay.sampler
+    return isinstance(experiment.agent, ReplayAgent) and sampler.kind == "prioritised" and sampler.initial == "actor"
+
+
+def _beta(experiment: Experiment) -> Schedule:
+    """Return how the exponent of the importance weights changes during the run."""
+    sampler = experiment.replay.sampler
+    if sampler.kind != "prioritised":
+        return Schedule(start=0.0)
+    return Schedule(start=sampler.beta_start, end=sampler.beta_end, steps=experiment.env_steps)
+
+
+def _model_of(path: str | None) -> Path | None:
+    """Return the model directory of a run directory, or the path itself."""
+    if path is None:
+        return None
+    inside = Path(path) / "model"
+    return inside if inside.is_dir() else Path(path)
+
+
+def evaluator_setup(experiment: Experiment, spec: EnvSpec, code: UserCode) -> EvaluatorSetup:
+    """Return what the evaluator is built from."""
+    return EvaluatorSetup(
+        evaluation=experiment.evaluation,
+        env=experiment.env,
+        spec=spec,
+        network=experiment.network,
+        agent=experiment.agent,
+        seed=experiment.seed,
+        code=code,
+    )
+
+
+def total_updates(experiment: Experiment) -> int:
+    """Return how many gradient steps the whole run makes."""
+    agent = experiment.agent
+    if isinstance(agent, ReplayAgent):
+        learning = experiment.env_steps - experiment.learner.learning_starts
+        return max(1, int(learning / experiment.learner.train_period))
+    if isinstance(agent, RolloutAgent):
+        rollouts = math.ceil(experiment.env_steps / (agent.rollout_length * experiment.actor.envs))
+        return max(1, rollouts * agent.epochs * agent.minibatches)
+    return max(1, experiment.env_steps)
+
+
+def learner_device(experiment: Experiment, spec: EnvSpec) -> str:
+    """Return the torch device of the learner: a GPU pays for images and fused loops, not for small vectors."""
+    return _device(experiment.device, "device", spec, experiment.fused)
+
+
+def _device(wanted: str, setting: str, spec: EnvSpec, fused: bool = False) -> str:
+    """Return the torch device that a setting asks for or, where it leaves the choice, the one that pays."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"{setting} 'cuda': torch sees no CUDA device here; use {setting} 'cpu' or 'auto'")
+    if wanted != "auto":
+        return wanted
+    images = any(len(leaf.shape) == 3 for leaf in spec.observations.values())
+    return "cuda" if (images or fused) and torch.cuda.is_available() else "cpu"

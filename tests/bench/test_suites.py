@@ -87,8 +87,8 @@ def test_the_loops_are_set_up_as_the_eager_ones():
 def test_loops_without_their_scripts_have_no_peer(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     rows = fused.measure(rounds=1, seconds=0.01)
-    assert [row.ratio for row in rows] == [None, None]
-    assert [row.met for row in rows] == [None, None]
+    assert [row.ratio for row in rows] == [None] * 3
+    assert [row.met for row in rows] == [None] * 3
     assert all(per_second(row.ours) > 0 for row in rows)
 
 
@@ -96,12 +96,15 @@ def test_loops_without_their_scripts_have_no_peer(monkeypatch, tmp_path):
 def test_loops_stand_beside_the_scripts(monkeypatch):
     monkeypatch.setattr(fused, "loop_rate", lambda loop, seconds: 3000.0)
     monkeypatch.setattr(fused, "run_peer", lambda python, script, *words: _fixed_peer(script))
+    monkeypatch.setattr(fused, "peer_python", lambda environment: Path("python"))
     rows = fused.measure(rounds=2)
-    assert [row.ratio for row in rows] == [3.0, 1.5]
-    assert [row.met for row in rows] == [True, False]
+    assert [row.ratio for row in rows] == [3.0, 1.5, 6.0]
+    assert [row.met for row in rows] == [True, False, True]
 
 
 def _fixed_peer(script: str) -> dict[str, float]:
+    if script == "sb3_pace.py":
+        return {"steps_per_s": 500.0}
     assert Path(script).is_file()
     return {"steps_per_s": 1000.0 if "pqn" in script else 2000.0}
 

@@ -17,7 +17,7 @@ from qfleet.algo.agent import RolloutAgent, SoftTargetConfig
 from qfleet.algo.exploration import EpsilonGreedyConfig
 from qfleet.algo.optim import AdamConfig
 from qfleet.algo.torsos import MlpConfig
-from qfleet.bench.peers import run_peer
+from qfleet.bench.peers import SCRIPTS, peer_python, run_peer
 from qfleet.bench.table import Row
 from qfleet.bench.timing import synchronise
 from qfleet.core.usercode import UserCode
@@ -31,14 +31,16 @@ from qfleet.roles.fused.rollout_loop import RolloutLoop
 from qfleet.setups import fused_setup
 
 PQN, DQN = Path("benchmarks/pqn_eager.py"), Path("examples/reference/dqn_onefile.py")
+SB3 = SCRIPTS / "sb3_pace.py"
 WARM_UP = 6
 """Pieces of a loop that are not timed: GPUs compile and record in them."""
 
 
-def measure(rounds: int = 3, seconds: float = 4.0, peer_steps: int = 30_000) -> list[Row]:
-    """Measure what the device at hand is for."""
+def measure(peers: Path | None = None, rounds: int = 3, seconds: float = 4.0, peer_steps: int = 30_000) -> list[Row]:
+    """Measure what the device at hand is for; `peers` is the environment of Stable-Baselines3."""
     if torch.cuda.is_available():
         return _on_gpu(seconds)
+    python = peer_python(peers)
     return [
         _beside(
             "PQN CartPole, 32 x 64, 4 epochs of 16, MLP 256-256 with LayerNorm",
@@ -55,6 +57,15 @@ def measure(rounds: int = 3, seconds: float = 4.0, peer_steps: int = 30_000) -> 
             DQN,
             lambda: _eager_rate(DQN, "--env-steps", str(peer_steps // 3), "--evaluate-every", str(10**9)),
             2.5,
+            rounds,
+            seconds,
+        ),
+        _beside(
+            "DQN CartPole, 16 environments, one update of batch 128 in 10 steps",
+            with_changes(cartpole_dqn(), {"learner.train_period": 10}),
+            SB3 if python is not None else Path(),
+            lambda: float(run_peer(python or Path(), SB3.name, "--env-steps", str(peer_steps // 3))["steps_per_s"]),
+            6.0,
             rounds,
             seconds,
         ),

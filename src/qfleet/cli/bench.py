@@ -57,7 +57,7 @@ def run(words: Sequence[str]) -> int:
         "start": start.measure,
         "envs": envs.measure,
         "learner": learner.measure,
-        "fused": fused.measure,
+        "fused": lambda: fused.measure(given.peers),
         "pipeline": pipeline.measure,
         "inference": inference.measure,
         "stragglers": stragglers.measure,

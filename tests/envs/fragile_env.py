@@ -67,7 +67,7 @@ class Fragile(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         counter = self._folder / f"calls-{self._index}"
         call = int(counter.read_text()) if counter.exists() else 0
-        draft = counter.with_name(f"draft-{self._index}")
+        draft = counter.with_name(f"draft-{self._index}-{os.getpid()}")
         draft.write_text(str(call + 1))
         draft.replace(counter)  # whole, even when this process is killed or watched
         self._fail_as_planned(f"{self._index} {call} ")

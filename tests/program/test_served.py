@@ -46,7 +46,7 @@ def test_served_actors_learn_in_every_placement(placement, changes, tmp_path):
     assert run.summary["policy_lag_mean"] > 0
 
 
-@pytest.mark.parametrize("point", ["worker.step:kill@200", pytest.param("channel.after_send:kill@50", marks=SLOW)])
+@pytest.mark.parametrize("point", ["worker.step:kill@40", pytest.param("channel.after_send:kill@30", marks=SLOW)])
 def test_a_run_goes_on_when_its_inference_server_dies(point, tmp_path, monkeypatch):
     monkeypatch.setenv("QFLEET_FAIL", f"inference-0/{point}")
     experiment = served(env_steps=2000, placement="processes", actors=2, **{"inference.resend_s": 0.5})

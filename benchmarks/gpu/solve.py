@@ -38,7 +38,7 @@ def solve(loop: Loop, score: float, every: int, limit: float) -> dict[str, Any]:
     first, began = loop.state_dict(), time.perf_counter()
     for _ in range(WARM_UP):
         loop.advance()
-    evaluation = DeviceEvaluation(loop.setup, loop.choices.recorded)
+    evaluation = DeviceEvaluation(loop.setup, loop.choices)
     evaluation.play(loop.evaluated)
     loop.load_state_dict(first)
     synchronise()

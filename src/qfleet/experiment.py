@@ -166,6 +166,8 @@ class Experiment(Config):
              f"address needs placement 'ray', not '{self.placement}'"),
             (servers > 0 and not replaying,
              f"inference.kind 'served' needs agent.kind 'replay', not '{self.agent.kind}'"),
+            (self.actor.groups > 1 and not replaying,
+             f"actor.groups {self.actor.groups} needs agent.kind 'replay', not '{self.agent.kind}'"),
             (self.inference.precision != "fp32" and memory is not None,
              f"inference.precision '{self.inference.precision}' is for networks without memory, not with agent.memory"),
             (servers > self.actors,
@@ -176,7 +178,7 @@ class Experiment(Config):
             (replaying and self.fused and self.env_steps <= self.actor.envs * (getattr(self.agent, "n_step", 1) + 2),
              f"env_steps {self.env_steps} ends before {self.actor.envs} environments have made the first complete"
              " n-step windows (actor.envs, agent.n_step): nothing would be learned"),
-            (memory is not None and getattr(self.replay.sampler, "initial", "maximum") == "actor",
+            (memory is not None and self.values_by_actors,
              "replay.sampler.initial 'actor' is for single transitions: agent.memory needs 'maximum'"),
             (self.replay.capacity < sequences,
              f"replay.capacity {self.replay.capacity} is too small for the sequences of agent.memory: its length and"
@@ -196,6 +198,12 @@ class Experiment(Config):
         return self.actor.envs * (self.agent.rollout_length if isinstance(self.agent, RolloutAgent) else 1)
 
     @property
+    def values_by_actors(self) -> bool:
+        """Whether new items get their priorities from the values that actors acted by."""
+        sampler = self.replay.sampler
+        return isinstance(self.agent, ReplayAgent) and sampler.kind == "prioritised" and sampler.initial == "actor"
+
+    @property
     def why_not_fused(self) -> str:
         """What keeps this run from being one loop on one device; empty if nothing does."""
         reasons = {
@@ -210,6 +218,8 @@ class Experiment(Config):
                 self.replay.storage.kind != "ram",
             "sends no messages that strict could check": self.strict,
             "acts on its own device: inference.kind 'served' is for a pipeline": self.inference.kind == "served",
+            "gives new items the maximum: replay.sampler.initial 'actor' is for a pipeline": self.values_by_actors,
+            f"acts for all environments at once, not in actor.groups {self.actor.groups}": self.actor.groups > 1,
         }  # fmt: skip
         return next((reason for reason, true in reasons.items() if true), "")
 

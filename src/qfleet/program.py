@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from qfleet.algo.agent import ReplayAgent
-from qfleet.core.errors import ConfigError
 from qfleet.core.protocols import Counter, Placement, Receiver, Sender
 from qfleet.core.spec import EnvSpec
 from qfleet.core.types import (
@@ -42,7 +41,6 @@ from qfleet.setups import (
     inference_setup,
     learner_setup,
     shard_setup,
-    valued,
 )
 
 PREFETCH = {"inline": 1, "processes": 3, "ray": 3}
@@ -88,10 +86,6 @@ class Served:
 def build_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directory: Path) -> Program:
     """Draw the graph of a run. `directory` is the run's own; nothing is started or written here."""
     if experiment.fused:
-        if valued(experiment):
-            raise ConfigError(
-                "replay.sampler.initial 'actor' needs topology 'pipeline': in a fused loop new items get the maximum"
-            )
         return _fused_program(experiment, spec, code)
     graph = Graph()
     models_in, models_out = graph.stream("models", capacity=1)

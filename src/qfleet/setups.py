@@ -42,7 +42,7 @@ def actor_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index: in
         env_steps=experiment.env_steps,
         code=code,
         inference=experiment.inference,
-        valued=valued(experiment),
+        valued=experiment.values_by_actors,
     )
 
 
@@ -155,12 +155,6 @@ def fused_setup(experiment: Experiment, spec: EnvSpec, code: UserCode) -> FusedS
         warm_start_part=experiment.warm_start_part,
         code=code,
     )
-
-
-def valued(experiment: Experiment) -> bool:
-    """Return whether new items get their priorities from the actors' values."""
-    sampler = experiment.replay.sampler
-    return isinstance(experiment.agent, ReplayAgent) and sampler.kind == "prioritised" and sampler.initial == "actor"
 
 
 def _beta(experiment: Experiment) -> Schedule:

@@ -16,11 +16,8 @@ from qfleet.roles.fused.player import Player
 
 def player(envs: int, limit: int, compiled: bool, seed: int = 1) -> Player:
     env = make_tensor_env(TensorConfig(game="cartpole", time_limit=limit))
-    with pytest.MonkeyPatch.context() as patch:
-        if not compiled:
-            patch.setenv("QFLEET_NO_NUMBA", "1")
-        found = Player(env, envs, torch.Generator().manual_seed(seed))
-    assert isinstance(found._in_place, CartPoleMove) == compiled
+    found = Player(env, envs, torch.Generator().manual_seed(seed), compiled)
+    assert isinstance(found._move, CartPoleMove) == compiled
     return found
 
 

@@ -59,7 +59,9 @@ def batches(device, count, reward=None):
         yield TensorBatch(
             observation={PLAIN: rows[0]},
             action=torch.randint(3, (16,), generator=random).to(device),
-            reward=torch.randn(16, generator=random).to(device) if reward is None else torch.full((16,), reward),
+            reward=torch.randn(16, generator=random).to(device)
+            if reward is None
+            else torch.full((16,), reward, device=device),
             discount=torch.full((16,), 0.9, device=device),
             next_observation={PLAIN: rows[1]},
             weight=torch.ones(16, device=device),

@@ -97,8 +97,8 @@ def gradients(flat, count, bad=()):
         yield gradient.to(flat.parameters.device), loss
 
 
-def same(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+def same(actual, expected, rtol=1e-6):
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-6)
 
 
 @pytest.mark.parametrize(("config", "rule"), CASES, ids=["adam", "adam-l2-clip", "adam-l1", "adamw"])
@@ -114,7 +114,14 @@ def test_fifty_steps_equal_the_eager_ones(device, config, rule):
     assert fast.optim.skipped == len(bad)
     moments = eager.optim.state_dict()["moments"]
     for name, value in fast.optim.state_dict()["moments"].items():
-        same(value, moments[name].to(value.dtype))
+        same(
+            value, moments[name].to(value.dtype), rtol=1e-6 + (torchs_rounding(config) if device.type == "cuda" else 0)
+        )
+
+
+def torchs_rounding(config):
+    """What torch's fused kernel on a GPU takes too much or too little: there 1 - beta is a difference of float32s."""
+    return max(abs((1 - float(torch.tensor(beta))) / (1 - beta) - 1) for beta in config.betas)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])

@@ -30,6 +30,7 @@ from qfleet.replay.samplers import PrioritisedConfig
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FEW = settings(max_examples=12, deadline=None)
 ENVS = 4
+SMALL_DRAWS = [(capacity, size) for capacity in (1, 2, 63, ARITY, ARITY + 1, 20 * ARITY) for size in (1, 8192)]
 
 
 def on_device(values: object, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -277,7 +278,8 @@ def test_tensors_with_gaps_are_refused():
 
 
 def every_launch() -> None:
-    """Call each kernel for a million leaves, also with sizes of 1, for which the compiler makes other code."""
+    """Call each kernel for a million leaves, also with sizes of 1, for which the compiler makes other code; then draw
+    from trees of every other width at the top."""
     device = torch.device("cpu")
     tree, stamp, scalar = DeviceTree(1_000_000, device), torch.zeros(2, dtype=torch.int64), torch.zeros(())
     for size, envs in ((8192, 16), (1, 1)):
@@ -286,7 +288,11 @@ def every_launch() -> None:
         rule = PriorityRule(scalar, scalar, scalar, 0.6, 1e-6, 0.9995, stamp[0], 1000)
         write_priorities(tree, index, index, value, rule)
         replace_rows(tree, stamp, torch.zeros(envs), scalar)
+    for capacity, size in SMALL_DRAWS:
+        value = torch.zeros(size)
+        records = Records(stamp, value, value, stamp, 1)
+        descend(DeviceTree(capacity, device), value.double(), scalar, records, empty_draw(size, device))
 
 
 def test_the_kernels_compile_for_an_h200(tmp_path):
-    assert len(compile_for_hopper("test_tree_kernels", tmp_path)) == 2 + (3 + 1) + 2
+    assert len(compile_for_hopper("test_tree_kernels", tmp_path)) == 2 + (3 + 1) + 2 + len(SMALL_DRAWS)

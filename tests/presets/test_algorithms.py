@@ -158,6 +158,22 @@ def test_agents_with_memory_are_pipelines_with_room_for_sequences():
         with_changes(experiment, {"replay.sampler.initial": "actor"})
 
 
+def test_what_only_a_pipeline_can_do_makes_one_of_a_tensor_game():
+    prioritised = apply(preset("cartpole"), "prioritised")
+    for change, words in (
+        ({"replay.sampler.initial": "actor"}, r"replay\.sampler\.initial 'actor' is for a pipeline"),
+        ({"actor.groups": 2}, r"not in actor\.groups 2"),
+    ):
+        assert not with_changes(prioritised, change).fused
+        with pytest.raises(ConfigError, match=words):
+            with_changes(prioritised, {**change, "topology": "fused"})
+
+
+def test_rollouts_need_all_environments_at_once():
+    with pytest.raises(ConfigError, match=r"actor\.groups 2 needs agent\.kind 'replay', not 'rollout'"):
+        with_changes(apply(preset("cartpole"), "pqn"), {"actor.groups": 2})
+
+
 def test_an_unknown_algorithm_gets_a_suggestion():
     with pytest.raises(ConfigError, match="Did you mean 'rainbow'"):
         apply(preset("cartpole"), "rainbw")

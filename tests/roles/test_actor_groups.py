@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from role_cases import Edge
 
-from qfleet.algo.agent import ReplayAgent, RolloutAgent
+from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.exploration import EpsilonGreedyConfig
 from qfleet.algo.torsos import MlpConfig
 from qfleet.core.codec import roundtrip
-from qfleet.core.errors import ConfigError
 from qfleet.core.spec import PLAIN
 from qfleet.core.types import Experience
 from qfleet.core.usercode import UserCode
@@ -114,8 +113,3 @@ def test_a_lost_environment_is_named_before_its_next_episode_and_told_of(groups,
     told = "\n".join(notice.text for notice in handles.events.queue)
     assert "the robot fell over" in told
     assert "its process exited (3)" in told
-
-
-def test_rollouts_need_all_environments_at_once():
-    with pytest.raises(ConfigError, match=r"actor.groups 2 needs agent.kind 'replay', not 'rollout'"):
-        make_actor(LOOP, groups=2, agent=RolloutAgent())

@@ -134,8 +134,11 @@ class CartPoleMove:
         self._games: Any = tuple(state[name].numpy() for name in ("physics", "ended", "age"))
         self._counts: Any = tuple(tensor.view(-1).numpy() for tensor in counts)
 
-    def __call__(self, values: Tensor, epsilon: Tensor, random: Tensor) -> tuple[Tensor, Outcome]:
-        """Choose actions [E] by values [E, A], epsilon [E] or scalar, and `random` [E, 6]; return what came of them."""
+    def __call__(self, values: Tensor, epsilon: Tensor, mask: Tensor | None, random: Tensor) -> tuple[Tensor, Outcome]:
+        """Choose actions [E] by values [E, A], epsilon [E] or scalar, and `random` [E, 6]; return what came of them.
+
+        CartPole allows every action, so there is no mask.
+        """
         envs = len(random)
         action, reward, flags = np.empty(envs, np.int64), np.empty(envs, np.float32), np.empty((3, envs), np.bool_)
         q, chance, numbers = (each.contiguous().numpy() for each in (values.float(), epsilon.expand(envs), random))

@@ -110,7 +110,9 @@ class NatureGradient:
         size = len(frames) if weight is None else 1
         regression_gradient(agent.loss, agent.huber_threshold, values, action, goal, share, size, loss)
         self.backward(frames, loss.gradient)
-        return loss.total, loss.q_mean if share is None else torch.dot(pick(values, action), share)
+        # The next minibatch uses the same buffers, and the caller keeps what it is given.
+        mean = loss.q_mean.clone() if share is None else torch.dot(pick(values, action), share)
+        return loss.total.clone(), mean
 
     def values(self, frames: Tensor, next_frames: Tensor | None = None) -> Outputs:
         """Return the values [B, A] of states by the online network and, if given, of next states as the agent needs."""

@@ -53,7 +53,7 @@ def game_rate(game: str, envs: int, device: torch.device, seconds: float) -> flo
     """Return transitions a second of E environments under random actions."""
     env = make_tensor_env(TensorConfig.model_validate({"game": game}))
     generator = torch.Generator(device).manual_seed(1)
-    player = Player(env, envs, generator)
+    player = Player(env, envs, generator, compiled=device.type == "cpu")
     values, always = torch.zeros(envs, env.spec.actions, device=device), torch.ones((), device=device)
 
     def some_ticks() -> None:

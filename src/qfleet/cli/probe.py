@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from qfleet.cli.flags import Given, build_options, read_option, split_words, wants_help
+from qfleet.cli.flags import Given, own_options, split_words, wants_help
 from qfleet.cli.helptext import help_page
 from qfleet.cli.settings import settings_of
 from qfleet.core.config import Config
@@ -44,7 +44,7 @@ def run(words: Sequence[str]) -> int:
     loose, given = split_words(words)
     if len(loose) != 1:
         raise ConfigError(f"{f'unexpected {loose[1]!r}' if loose else 'PRESET is missing'}; usage: {USAGE}")
-    options, rest = _options(given)
+    options, rest = own_options(ProbeOptions, given, USAGE)
     setup, threads = _setup(loose[0], options, rest)
 
     import torch
@@ -56,18 +56,6 @@ def run(words: Sequence[str]) -> int:
     report = probe(setup, options.seconds_per_candidate, clock, lambda text: print(f"  {text} ...", file=sys.stderr))
     print("\n".join([*table(report), *_outcome(report, setup)]))
     return 0 if report.winner is not None else 3
-
-
-def _options(given: Sequence[Given]) -> tuple[ProbeOptions, list[Given]]:
-    """Return the options of the verb itself, and the other flags."""
-    settings = {setting.name: setting for setting in settings_of(ProbeOptions, {})}
-    values = {}
-    for flag in given:
-        if flag.name in settings:
-            values[flag.name], surplus = read_option(settings[flag.name], flag)
-            if surplus:
-                raise ConfigError(f"unexpected '{surplus[0]}' after '{flag.flag}'; usage: {USAGE}")
-    return build_options(ProbeOptions, values), [flag for flag in given if flag.name not in settings]
 
 
 def _setup(name: str, options: ProbeOptions, given: Sequence[Given]) -> tuple[FusedSetup, int]:

@@ -19,7 +19,6 @@ from qfleet.algo.exploration import ExplorationConfig, epsilons
 from qfleet.algo.networks import NetworkConfig, build_network
 from qfleet.core import seeding
 from qfleet.core.config import Config
-from qfleet.core.errors import ConfigError
 from qfleet.core.metrics import Window
 from qfleet.core.protocols import Counter, Keep, Receiver, Sender, Subscriber
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
@@ -93,8 +92,6 @@ class Actor(Role):
 
     def __init__(self, setup: ActorSetup, handles: ActorHandles) -> None:
         self._setup, self._handles = setup, handles
-        if setup.actor.groups > 1 and setup.agent.kind != "replay":
-            raise ConfigError(f"actor.groups {setup.actor.groups} needs agent.kind 'replay', not '{setup.agent.kind}'")
         envs = setup.actor.envs
         self._first_env, self._total_envs = setup.index * envs, setup.actors * envs
         self._progress = Progress(handles.keep)

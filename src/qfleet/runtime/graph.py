@@ -65,8 +65,6 @@ class Graph:
     """Number of writers of each counter by name."""
     keeps: set[str] = field(default_factory=set)
     """Names of the keeps."""
-    optional: set[str] = field(default_factory=set)
-    """Names of the streams that a checkpoint may lack."""
 
     def add(self, role: type[Role], config: Any, handles: Any) -> None:
         """Add a role; its index counts the roles of its kind."""
@@ -93,8 +91,6 @@ class Graph:
         if name in self.streams:
             raise ValueError(f"the stream '{name}' is drawn twice")
         self.streams[name] = capacity
-        if optional:
-            self.optional.add(name)
         receiver = End(name, "receiver", capacity, views=views, asking=asking, optional=optional)
         sender = End(name, "sender", capacity, setting=setting, optional=optional)
         return cast("Sender[Any]", sender), cast("Receiver[Any]", receiver)

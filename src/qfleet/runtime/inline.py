@@ -111,7 +111,7 @@ class InlinePlacement:
         failpoints.arm(failpoints.wanted(), self.name)
         self._copy: Copy = codec.roundtrip if strict else _same
         self._edges: dict[str, Any] = {}
-        self._optional = graph.optional
+        self._optional: set[str] = set()
         self._subscribers: dict[str, LocalSubscriber] = {}
         self._host = Host([build(node, self.open) for node in graph.nodes])
 
@@ -120,6 +120,8 @@ class InlinePlacement:
         assert isinstance(end, End)
         if end.side == "keep":
             return LocalKeep()
+        if end.optional:
+            self._optional.add(end.edge)
         if end.side in ("sender", "receiver"):
             return self._edges.setdefault(end.edge, LocalStream(end.capacity, self._copy))
         if end.side == "counter":

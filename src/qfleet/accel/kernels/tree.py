@@ -70,7 +70,8 @@ def descend(tree: DeviceTree, uniform: Tensor, beta: Tensor, records: Records, o
     """
     require_dense(uniform, *records[:-1], *out)
     size, tops = len(uniform), len(tree.levels[-1])
-    items, tops_power = 1 if size <= MANY else 4, triton.next_power_of_2(tops)
+    # the compiler's scan cannot do with one child, so a tree of one node at the top gets an empty second one
+    items, tops_power = 1 if size <= MANY else 4, max(2, triton.next_power_of_2(tops))
     _descend[(triton.cdiv(size, items),)](
         tree.sums, tree.min_levels[-1], uniform, beta, *records[:-1], *out, size, records.envs,
         _offsets(tree), tops, tops_power, ARITY, items, num_warps=max(items, tops_power // 256),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qfleet.accel.choices import Choices
 from qfleet.accel.graphs import Recording
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.networks import build_network
@@ -22,8 +23,8 @@ TICKS = 25
 class DeviceEvaluation:
     """A network of its own and as many environments as an evaluation has episodes."""
 
-    def __init__(self, setup: FusedSetup, recorded: bool) -> None:
-        """Build the network and the environments; `recorded`, ticks are replayed from a CUDA graph."""
+    def __init__(self, setup: FusedSetup, choices: Choices) -> None:
+        """Build the network and the environments; ticks are recorded, or one compiled call on a CPU, as chosen."""
         self._setup, device = setup, torch.device(setup.device)
         network = build_network(setup.network, setup.agent, setup.spec, seed=setup.seed, custom=setup.code.network)
         self._network = network.to(device).eval()
@@ -31,12 +32,14 @@ class DeviceEvaluation:
         self._layers, self._games = torch.Generator(device), torch.Generator(device)
         self._network.set_generator(self._layers)
         episodes = setup.evaluation.episodes
-        self._player = Player(make_tensor_env(setup.env, evaluation=True), episodes, self._games)
+        # To compile for a GPU takes seconds, and recorded ticks are fast enough without.
+        compiled = choices.settings.kernels and device.type == "cpu"
+        self._player = Player(make_tensor_env(setup.env, evaluation=True), episodes, self._games, compiled)
         self._epsilon = torch.full((episodes,), setup.evaluation.epsilon, device=device)
         self._score = torch.zeros(episodes, dtype=torch.float64, device=device)
         self._length = torch.zeros(episodes, dtype=torch.int64, device=device)
         self._going = torch.ones(episodes, dtype=torch.bool, device=device)
-        self._playing = Recording(self._play_some, (self._layers, self._games), enabled=recorded)
+        self._playing = Recording(self._play_some, (self._layers, self._games), enabled=choices.recorded)
 
     @torch.no_grad()
     def play(self, weights: FlatParameters) -> tuple[Doubles, Ints]:

@@ -51,7 +51,8 @@ class Loop(ABC):
         self.report = ""
         """What a person should know of how the loop began or was resumed; empty if nothing."""
         self.update = self._build_update()
-        compiled = self.choices.settings.compile and self.device.type == "cuda"
+        settings = self.choices.settings
+        compiled = settings.compile if self.device.type == "cuda" else settings.kernels
         self.player = Player(make_tensor_env(setup.env), setup.actor.envs, self.generator, compiled)
         self._epsilon = torch.zeros(setup.actor.envs, device=self.device)
         self._seen = [0.0, 0.0, 0.0]

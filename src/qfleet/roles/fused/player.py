@@ -17,8 +17,8 @@ from qfleet.replay.sumtree import use_numba
 Values = Callable[[dict[str, Tensor]], Tensor]
 """Returns the values [E, A] of all actions for observation leaves [E, ...]."""
 
-InPlace = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Outcome]]
-"""Changes the state to the next for values [E, A], epsilon [E] and random [E, draws + 2]; returns actions, outcome."""
+Move = Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Outcome]]
+"""Changes the state to the next one; see `Player._moved`."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,8 @@ class Player:
     """E environments and their random stream. Its tensors keep their place, so that a tick can be captured."""
 
     def __init__(self, env: TensorEnv, envs: int, generator: torch.Generator, compiled: bool = False) -> None:
-        """Begin an episode in every environment; `compiled`, torch.compile fuses the rules of the game."""
+        """Begin an episode in every environment; `compiled`, a tick is one call where the device has a compiler."""
         self.env, self.envs, self._generator = env, envs, generator
-        self._observe, self._move = env.observe, self._moved
-        if compiled:
-            self._observe = torch.compile(env.observe, dynamic=False)
-            self._move = torch.compile(self._moved, dynamic=False)
         self.state: GameState = env.reset(self._uniform(env.draws))
         self.returns = torch.zeros(envs, device=generator.device)
         """Undiscounted rewards of the open episodes."""
@@ -50,7 +46,10 @@ class Player:
         """Episodes that ended, the sum of their returns, the sum of their lengths."""
         self.steps = torch.zeros((), dtype=torch.int64, device=generator.device)
         """Transitions so far: ticks that only began an episode are none."""
-        self._in_place = self._compiled_move()
+        self._observe = env.observe
+        self._move: Move = self._moved
+        if compiled:
+            self._compile()
 
     def restart(self) -> None:
         """Begin anew in every environment, in the tensors that are there; what was counted stays."""
@@ -68,22 +67,18 @@ class Player:
         """Act once in every environment, at random with probability `epsilon` [E] or scalar."""
         observation, mask, final = self.observation, self.env.mask(self.state), self.state["ended"].clone()
         random, q = self._uniform(self.env.draws + 2), values(observation)
-        if self._in_place is not None:
-            action, outcome = self._in_place(q, epsilon, random)
-        else:
-            action, outcome = self._move(q, epsilon, mask, random)
+        action, outcome = self._move(q, epsilon, mask, random)
         return Ticked(observation, mask, q, action, outcome, final)
 
-    def _compiled_move(self) -> InPlace | None:
-        """Return a tick in one compiled call, or None for a game or a place that has none."""
-        if type(self.env.game) is not CartPole or not use_numba():
-            return None
-        physics = self.state["physics"]
-        if physics.device.type != "cpu" or physics.dtype != torch.float32:
-            return None
-        from qfleet.accel.cpu_games import CartPoleMove
+    def _compile(self) -> None:
+        """Fuse the game's rules: by torch.compile on a GPU, by numba on a CPU, where only CartPole has such a form."""
+        if self.returns.device.type == "cuda":
+            self._observe = torch.compile(self.env.observe, dynamic=False)
+            self._move = torch.compile(self._moved, dynamic=False)
+        elif type(self.env.game) is CartPole and self.state["physics"].dtype == torch.float32 and use_numba():
+            from qfleet.accel.cpu_games import CartPoleMove
 
-        return CartPoleMove(self.env.time_limit, self.state, (self.returns, self.finished, self.steps))
+            self._move = CartPoleMove(self.env.time_limit, self.state, (self.returns, self.finished, self.steps))
 
     def _moved(self, q: Tensor, epsilon: Tensor, mask: Tensor | None, random: Tensor) -> tuple[Tensor, Outcome]:
         """Change the state to the next; return the actions [E] chosen by values `q` [E, A], and what they led to."""

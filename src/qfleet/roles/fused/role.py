@@ -44,7 +44,7 @@ class Fused(Role):
     def __init__(self, setup: FusedSetup, handles: FusedHandles) -> None:
         self._setup, self._handles = setup, handles
         self._loop: Loop = ReplayLoop(setup) if isinstance(setup.agent, ReplayAgent) else RolloutLoop(setup)
-        self._evaluation = DeviceEvaluation(setup, self._loop.choices.recorded)
+        self._evaluation = DeviceEvaluation(setup, self._loop.choices)
         self._best, self._due = -np.inf, 0
         self._skips = self._skipped = 0
         self._finished = False

@@ -11,10 +11,10 @@ train: $(INSTALLED)  ## Train the cartpole preset with a live panel.
 	$(BIN)/qfleet train cartpole
 
 test: check docs  ## Every check and every test but the long matrices.
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup
 
 test-all: check docs  ## Every test: kills, seeds, cut points, all algorithms.
-	QFLEET_EXAMPLES=searching $(BIN)/python -m pytest
+	QFLEET_EXAMPLES=searching $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-gpu: $(INSTALLED)  ## Every test that needs a CUDA device, and the kernels' own tests on it.
 	$(BIN)/python -m pytest -m gpu

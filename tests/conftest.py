@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 
@@ -14,8 +16,20 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("searching", deadline=None)
 settings.load_profile(os.environ.get("QFLEET_EXAMPLES", "repeatable"))
 
+# Runs of one test process, or of one worker of several, clean up after each other and after nobody else.
+_shared = tempfile.mkdtemp(prefix="qfleet-tests-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+os.environ["QFLEET_SHARED_MEMORY"] = _shared
+atexit.register(shutil.rmtree, _shared, ignore_errors=True)
+
 # What a developer's own `qfleet probe` found must not change the tests.
 os.environ["QFLEET_CACHE"] = tempfile.mkdtemp()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep what needs Ray together, so that only one of several workers starts it."""
+    for item in items:
+        if "ray" in item.nodeid.partition("[")[2] or "ray_session" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ray"))
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ from qfleet.experiment import Experiment, flattened, with_changes
 from qfleet.observe.sinks import Sink
 from qfleet.planning import apply_plan, plan_run
 from qfleet.presets import preset as find_preset
+from qfleet.presets.algorithms import apply as apply_algorithm
 from qfleet.runtime import checkpoint
 from qfleet.runtime.rundir import RunDir, write_atomically
 from qfleet.session import Session, play_episodes
@@ -53,7 +54,8 @@ def train(
 
     Give a preset's name, an Experiment, or `env`: the id of a registered environment or a function that makes one.
     `network` is a torch module class used as the torso, or settings of a built-in network. Further keywords change
-    settings: `seed=1`, `target=475`, `optim={"lr": 1e-3}`, or `**{"optim.lr": 1e-3}`.
+    settings: `seed=1`, `target=475`, `optim={"lr": 1e-3}`, or `**{"optim.lr": 1e-3}`; `algo="rainbow"` puts another
+    algorithm in place of the experiment's own, before all other changes.
 
     `plan` arranges the roles of placement "processes": "auto" measures this machine first, a `Plan` or its file is
     followed as it is. Without one, a preset in processes is planned unless `actors` is given. What a plan finds in
@@ -66,7 +68,7 @@ def train(
         settings = {name: value for name, value in settings.items() if name != "actors"}
     experiment, code = _wanted(preset, env, network, settings)
     given = {*fixed, *(name for name, _ in flattened(settings))}
-    if plan is None and isinstance(preset, str) and experiment.placement == "processes" and "actors" not in given:
+    if plan is None and isinstance(preset, str) and experiment.beside and "actors" not in given:
         automatic = True
     path = _directory(run_dir) if run_dir is not None else default_run_dir(experiment)
     with RunDir.create(path) as run:
@@ -109,9 +111,12 @@ def _wanted(
     """Return the experiment that the arguments of `train` stand for, and the user's own code."""
     if "target" in settings:
         settings["evaluation.target"] = settings.pop("target")
+    algo = settings.pop("algo", None)
     if isinstance(network, Mapping | Config):
         settings, network = {**settings, "network": network}, None
     experiment = _experiment(preset, env)
+    if algo is not None:
+        experiment = apply_algorithm(experiment, str(algo))
     if network is not None:
         settings.setdefault("network", {"kind": "custom"})
     return with_changes(experiment, settings), UserCode(network=network, env=env if callable(env) else None)

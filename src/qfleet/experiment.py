@@ -72,13 +72,19 @@ class Experiment(Config):
     """How many actors there are, each with its own environments."""
     learners: int = Field(1, gt=0, le=1024)
     """How many ranks share each update's batch."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the learner computes; auto takes a GPU for pixels if there is one."""
+    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = "auto"
+    """Where the learner computes; auto takes a GPU of kind cuda for pixels and fused loops if there is one. AMD's are
+    of that kind too; they, mps and xpu are untested."""
     threads: int = Field(1, gt=0, le=1024)
     """Threads of the learner's computations; a small network is fastest with one. Other roles have one."""
     balance: Literal["on", "off"] = "on"
-    """Whether a balancer watches the roles' load in the placements with several processes, and says what holds them up;
-    it changes nothing by itself yet."""
+    """Whether a balancer watches the roles' load in the placements with several processes, says what holds them up, and
+    shares the environments out anew (agents of kind 'replay'); never inline or in lock-step."""
+    spare_actors: int = Field(0, ge=0, le=10_000)
+    """Further actors that sleep until the balancer wakes them; each costs a process and its environments' memory."""
+    lockstep: bool = False
+    """Let the roles of placement 'processes' step one at a time, in inline's order: slow, and with inline's numbers to
+    the byte. Inline is always in lock-step."""
     strict: bool = False
     """Inline only: send every message through the serialiser, so that shared memory by mistake shows."""
     env: EnvConfig
@@ -125,10 +131,11 @@ class Experiment(Config):
         replaying = isinstance(self.agent, ReplayAgent)
         prioritised = self.replay.sampler.kind == "prioritised"
         noisy = isinstance(self.agent, ReplayAgent) and self.agent.noisy
-        learner, memory = self.learner, self._memory
+        learner, memory, shards = self.learner, self._memory, self.replay.shards
+        ordered = self.lockstep and self.placement != "inline"
         servers = self.inference.servers if isinstance(self.inference, ServedInference) else 0
         # Twice a sequence for each environment, since whole segments of rows are dropped.
-        sequences = 2 * (memory.burn_in + memory.length + 1) * self.actors * self.actor.envs if memory else 0
+        sequences = 2 * (memory.burn_in + memory.length + 1) * self.all_actors * self.actor.envs if memory else 0
         return [
             (self.agent.kind == "tabular" and self.network.kind != "tabular",
              f"agent.kind 'tabular' needs network.kind 'tabular', not '{self.network.kind}'"),
@@ -148,6 +155,9 @@ class Experiment(Config):
             (replaying and learner.learning_starts >= self.env_steps,
              f"learner.learning_starts {learner.learning_starts} is not below env_steps {self.env_steps}:"
              " nothing would be learned"),
+            (replaying and 0 < self.env_steps - learner.learning_starts < learner.train_period,
+             f"learner.train_period {learner.train_period} exceeds the {self.env_steps - learner.learning_starts} steps"
+             " that env_steps leaves after learner.learning_starts: nothing would be learned"),
             (replaying and self.exploration.kind == "none" and not noisy,
              "exploration.kind 'none' needs agent.noisy True: nothing else would make the agent explore"),
             (self.learners > 1 and self.placement == "inline",
@@ -160,29 +170,49 @@ class Experiment(Config):
              "optim.schedule.kind 'plateau' needs one learner: ranks would hear of a score at different updates"),
             (self.learners > learner.batch_size,
              f"learners {self.learners} exceeds learner.batch_size {learner.batch_size}: some would have no work"),
+            (shards > 1 and not replaying,
+             f"replay.shards {shards} needs agent.kind 'replay'; '{self.agent.kind}' has no replay"),
+            (shards > self.actors,
+             f"replay.shards {shards} exceeds actors {self.actors}: some would have no work"),
+            (shards > 1 and self.learners > 1,
+             f"replay.shards {shards} needs one learner, not {self.learners}: ranks must take batches in one order"),
+            (shards > 1 and self.normalise_rewards,
+             f"normalise_rewards needs one replay shard, not {shards}: shards would see other statistics; use"
+             " env.reward_scale"),
             (self.strict and self.placement != "inline",
              f"strict is for placement 'inline': '{self.placement}' sends every message through the serialiser anyway"),
             (self.address is not None and self.placement != "ray",
              f"address needs placement 'ray', not '{self.placement}'"),
+            (ordered and self.placement != "processes",
+             f"lockstep is for placement 'processes', not '{self.placement}'"),
+            (ordered and self.learners > 1,
+             f"lockstep needs one learner, not {self.learners}: the ranks of a group step together"),
+            (ordered and servers > 0,
+             "lockstep needs inference.kind 'local': a server's batches depend on the time"),
+            (ordered and self.actor.groups > 1,
+             f"lockstep needs actor.groups 1, not {self.actor.groups}: environments must step in a fixed order"),
             (servers > 0 and not replaying,
              f"inference.kind 'served' needs agent.kind 'replay', not '{self.agent.kind}'"),
             (self.actor.groups > 1 and not replaying,
              f"actor.groups {self.actor.groups} needs agent.kind 'replay', not '{self.agent.kind}'"),
             (self.inference.precision != "fp32" and memory is not None,
              f"inference.precision '{self.inference.precision}' is for networks without memory, not with agent.memory"),
+            (self.spare_actors > 0 and not self.balanced,
+             f"spare_actors {self.spare_actors} needs a balancer to wake them: balance 'on', agent.kind 'replay', and"
+             " placement 'processes' or 'ray' without lockstep"),
             (servers > self.actors,
              f"inference.servers {servers} exceeds actors {self.actors}: some would have no work"),
             (isinstance(self.agent, RolloutAgent) and self._rollout < self.agent.minibatches,
              f"agent.minibatches {getattr(self.agent, 'minibatches', 0)} exceeds the {self._rollout} samples of a"
              " rollout (actor.envs times agent.rollout_length): some would be empty"),
             (replaying and self.fused and self.env_steps <= self.actor.envs * (getattr(self.agent, "n_step", 1) + 2),
-             f"env_steps {self.env_steps} ends before {self.actor.envs} environments have made the first complete"
-             " n-step windows (actor.envs, agent.n_step): nothing would be learned"),
+             f"env_steps {self.env_steps} ends before the environments (actor.envs {self.actor.envs}) have made their"
+             f" first windows of agent.n_step {getattr(self.agent, 'n_step', 1)}: nothing would be learned"),
             (memory is not None and self.values_by_actors,
              "replay.sampler.initial 'actor' is for single transitions: agent.memory needs 'maximum'"),
             (self.replay.capacity < sequences,
              f"replay.capacity {self.replay.capacity} is too small for the sequences of agent.memory: its length and"
-             f" burn_in need {sequences} rows or more for {self.actors * self.actor.envs} environments"),
+             f" burn_in need {sequences} rows or more for {self.all_actors * self.actor.envs} environments"),
             (self.topology == "fused" and bool(self.why_not_fused),
              f"topology 'fused' {self.why_not_fused}"),
         ]  # fmt: skip
@@ -204,20 +234,49 @@ class Experiment(Config):
         return isinstance(self.agent, ReplayAgent) and sampler.kind == "prioritised" and sampler.initial == "actor"
 
     @property
+    def beside(self) -> bool:
+        """Whether roles step side by side in processes of this machine, as a plan arranges them."""
+        return self.placement == "processes" and not self.lockstep
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether roles step one at a time in a fixed order, so that the run gives the same numbers every time."""
+        return self.placement == "inline" or self.lockstep
+
+    @property
+    def watched(self) -> bool:
+        """Whether a balancer looks at the load of the run's roles."""
+        return self.balance == "on" and not self.in_turns
+
+    @property
+    def balanced(self) -> bool:
+        """Whether it may also change how the work is shared."""
+        return self.watched and isinstance(self.agent, ReplayAgent)
+
+    @property
+    def all_actors(self) -> int:
+        """Actors, those that begin asleep included."""
+        return self.actors + self.spare_actors
+
+    @property
     def why_not_fused(self) -> str:
         """What keeps this run from being one loop on one device; empty if nothing does."""
         reasons = {
-            f"needs a tensor-native environment (env.kind 'tensor'), not env.kind '{self.env.kind}'":
-                self.env.kind != "tensor",
+            f"needs a tensor-native environment (env.kind 'tensor', as in the preset 'cartpole' or with"
+            f" --env.kind tensor --env.game maze), not env.kind '{self.env.kind}'": self.env.kind != "tensor",
             f"has no placement '{self.placement}': it is one loop in this process": self.placement != "inline",
             f"has one actor and one learner, not {self.actors} and {self.learners}": self.actors * self.learners > 1,
+            f"has one replay, not replay.shards {self.replay.shards}": self.replay.shards > 1,
             "has no table: use agent.kind 'replay' or 'rollout'": self.agent.kind == "tabular",
             "has no replay of sequences, which agent.memory learns from": self._memory is not None,
             "cannot normalise rewards; set env.reward_scale": self.normalise_rewards,
+            "computes in float64 in places, which device 'mps' does not have": self.device == "mps",
             f"keeps its replay on the device, not in replay.storage.kind '{self.replay.storage.kind}'":
                 self.replay.storage.kind != "ram",
             "sends no messages that strict could check": self.strict,
             "acts on its own device: inference.kind 'served' is for a pipeline": self.inference.kind == "served",
+            f"acts in accel.precision: inference.precision '{self.inference.precision}' is for a pipeline":
+                self.inference.precision != "fp32",
             "gives new items the maximum: replay.sampler.initial 'actor' is for a pipeline": self.values_by_actors,
             f"acts for all environments at once, not in actor.groups {self.actor.groups}": self.actor.groups > 1,
         }  # fmt: skip

@@ -35,6 +35,8 @@ def plan_run(experiment: Experiment, code: UserCode, fixed: Collection[str], say
     spec = env_spec(experiment.env, code.env)
     if experiment.fused:
         return _fused(experiment, spec)
+    if experiment.device in ("mps", "xpu"):
+        raise ConfigError(f"plans are for CPUs and NVIDIA GPUs: device '{experiment.device}' needs --actors N")
     if experiment.placement == "ray":
         raise ConfigError("plans are for one machine: placement 'ray' needs --actors N")
     found = resources.look()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from qfleet.algo.agent import ReplayAgent
-from qfleet.core.protocols import Counter, Placement, Receiver, Sender
+from qfleet.core.protocols import Counter, Placement, Publisher, Receiver, Sender, Subscriber
 from qfleet.core.spec import EnvSpec
 from qfleet.core.types import (
     Batch,
@@ -21,9 +21,11 @@ from qfleet.core.types import (
     InferenceReply,
     InferenceRequest,
     Notice,
+    Orders,
     Priorities,
     Rollout,
     SequenceBatch,
+    Standing,
 )
 from qfleet.core.usercode import UserCode
 from qfleet.experiment import Experiment
@@ -32,7 +34,7 @@ from qfleet.roles.evaluator import Evaluator, EvaluatorHandles
 from qfleet.roles.fused import Fused, FusedHandles
 from qfleet.roles.inference_server import InferenceHandles, InferenceServer, ServedInference
 from qfleet.roles.learner import GroupConfig, Learner, LearnerHandles
-from qfleet.roles.replay_shard import ReplayShard, ShardHandles
+from qfleet.roles.replay_shard import ReplayShard, ShardHandles, ShardSetup
 from qfleet.runtime.graph import Graph
 from qfleet.setups import (
     actor_setup,
@@ -40,11 +42,12 @@ from qfleet.setups import (
     fused_setup,
     inference_setup,
     learner_setup,
+    mirrored,
     shard_setup,
 )
 
-PREFETCH = {"inline": 1, "processes": 3, "ray": 3}
-"""Batches on their way to a learner: inline draws each one after the last was learned from, as Algorithm 1 does."""
+PREFETCH = 3
+"""Messages on their way between roles that step side by side."""
 SPAWNED: tuple[str, ...] = ()
 """Kinds of roles whose process is started afresh instead of forked from the preloaded server."""
 
@@ -57,6 +60,8 @@ class MonitorHandles:
     env_steps: Counter
     updates: Counter
     samples: Counter
+    orders: Publisher[Orders] | None = None
+    """None where nothing can be balanced."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +74,11 @@ class Program:
 
 @dataclass(frozen=True)
 class Feed:
-    """Where one learner rank gets its batches, and where the priorities that it finds go."""
+    """Where one learner rank gets its batches, and where the priorities that it finds go: a stream for each shard."""
 
     batches: tuple[Receiver[Batch | SequenceBatch | Rollout], ...]
-    priorities: Sender[Priorities] | None = None
+    priorities: tuple[Sender[Priorities], ...] = ()
+    standings: tuple[Subscriber[Standing], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,12 @@ class Served:
 
     requests: tuple[Sender[InferenceRequest], ...]
     replies: tuple[Receiver[InferenceReply], ...]
+
+
+def prefetch(experiment: Experiment) -> int:
+    """Return how many batches are on their way to a learner: roles that take turns draw each one after the last was
+    learned from, as Algorithm 1 does."""
+    return 1 if experiment.in_turns else PREFETCH
 
 
 def build_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directory: Path) -> Program:
@@ -101,8 +113,10 @@ def build_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directo
     for rank, feed in enumerate(feeds):
         first = rank == 0  # one rank speaks for the group
         learner = LearnerHandles(
+            rows=graph.kept("replay-0") if mirrored(experiment, spec) else None,
             batches=feed.batches,
             priorities=feed.priorities,
+            standings=feed.standings,
             weights=graph.publisher("weights") if first else None,
             models=models_in if first else None,
             events=notices_in if first else None,
@@ -123,6 +137,7 @@ def build_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directo
         env_steps=graph.counter("env_steps"),
         updates=graph.counter("updates"),
         samples=graph.counter("samples"),
+        orders=graph.publisher("orders", optional=True) if experiment.balanced else None,
     )
     return Program(graph, monitor)
 
@@ -134,7 +149,7 @@ def _fused_program(experiment: Experiment, spec: EnvSpec, code: UserCode) -> Pro
     counters = {name: graph.counter(name) for name in ("env_steps", "updates", "samples")}
     graph.add(Fused, fused_setup(experiment, spec, code), FusedHandles(events=events_in, **counters))
     watched = {name: graph.counter(name) for name in counters}
-    return Program(graph, MonitorHandles(events=(events_out,), **watched))
+    return Program(graph, MonitorHandles(events=(events_out,), orders=None, **watched))
 
 
 def _add_actors(
@@ -145,10 +160,8 @@ def _add_actors(
     served = None
     if isinstance(experiment.inference, ServedInference):
         served = _add_inference(graph, experiment, spec, code, experiment.inference.servers)
-    for index in range(experiment.actors):
-        sender, receiver = graph.stream(
-            f"experience-{index}", PREFETCH[experiment.placement], views=True, setting="actor.envs"
-        )
+    for index in range(experiment.all_actors):
+        sender, receiver = graph.stream(f"experience-{index}", prefetch(experiment), views=True, setting="actor.envs")
         notices_in, notices_out = graph.stream(f"notices-{index}", capacity=16, optional=True)
         handles = ActorHandles(
             experience=sender,
@@ -158,6 +171,7 @@ def _add_actors(
             requests=() if served is None else served[index].requests,
             replies=() if served is None else served[index].replies,
             keep=graph.keep(f"actor-{index}"),
+            orders=_orders(graph, experiment),
         )
         graph.add(Actor, actor_setup(experiment, spec, code, index), handles)
         receivers.append(receiver)
@@ -165,16 +179,21 @@ def _add_actors(
     return tuple(receivers), tuple(incidents)
 
 
+def _orders(graph: Graph, experiment: Experiment) -> Subscriber[Orders] | None:
+    """Return an end on which the balancer's orders come, where there are such."""
+    return graph.subscriber("orders", optional=True) if experiment.balanced else None
+
+
 def _add_inference(graph: Graph, experiment: Experiment, spec: EnvSpec, code: UserCode, servers: int) -> list[Served]:
     """Add the inference servers, among which the actors are dealt out; returns each actor's ends."""
     lines = range(experiment.actor.groups)
     asked = [
         [graph.stream(f"requests-{a}-{line}", capacity=2, views=True, asking=True) for line in lines]
-        for a in range(experiment.actors)
+        for a in range(experiment.all_actors)
     ]
     told = [
         [graph.stream(f"replies-{a}-{line}", capacity=2, asking=True) for line in lines]
-        for a in range(experiment.actors)
+        for a in range(experiment.all_actors)
     ]
     for server in range(servers):
         handles = InferenceHandles(
@@ -182,6 +201,7 @@ def _add_inference(graph: Graph, experiment: Experiment, spec: EnvSpec, code: Us
             replies=tuple(sender for ends in told[server::servers] for sender, _ in ends),
             weights=graph.subscriber("weights", views=True),
             keep=graph.keep(f"inference-{server}"),
+            orders=_orders(graph, experiment),
         )
         graph.add(InferenceServer, inference_setup(experiment, spec, code, server), handles)
     return [
@@ -193,11 +213,31 @@ def _add_inference(graph: Graph, experiment: Experiment, spec: EnvSpec, code: Us
 def _add_replay(
     graph: Graph, experiment: Experiment, spec: EnvSpec, directory: Path, experience: tuple[Receiver[Any], ...]
 ) -> list[Feed]:
-    """Add the replay shard between the actors and the learner ranks; returns a feed for each rank."""
-    prefetch, ranks = PREFETCH[experiment.placement], range(experiment.learners)
-    drawn = [graph.stream(f"batches-{rank}", prefetch, views=True, setting="learner.batch_size") for rank in ranks]
-    prioritised = experiment.replay.sampler.kind == "prioritised"
-    written = [graph.stream(f"priorities-{rank}", prefetch + 2, views=True) for rank in ranks if prioritised]
+    """Add the replay shards between the actors and the learner ranks; returns a feed for each rank."""
+    shards = experiment.replay.shards
+    parts = [
+        _add_shard(graph, experiment, shard_setup(experiment, spec, directory, shard), experience[shard::shards])
+        for shard in range(shards)
+    ]
+    return [
+        Feed(
+            batches=tuple(stream for part in parts for stream in part[rank].batches),
+            priorities=tuple(stream for part in parts for stream in part[rank].priorities),
+            standings=tuple(standing for part in parts for standing in part[rank].standings),
+        )
+        for rank in range(experiment.learners)
+    ]
+
+
+def _add_shard(
+    graph: Graph, experiment: Experiment, setup: ShardSetup, experience: tuple[Receiver[Any], ...]
+) -> list[Feed]:
+    """Add one replay shard; returns its part of the feed of each rank."""
+    several = experiment.replay.shards > 1
+    ahead, prioritised = prefetch(experiment), experiment.replay.sampler.kind == "prioritised"
+    names = [f"{setup.index}-{rank}" if several else f"{rank}" for rank in range(experiment.learners)]
+    drawn = [graph.stream(f"batches-{name}", ahead, views=True, setting="learner.batch_size") for name in names]
+    written = [graph.stream(f"priorities-{name}", ahead + 2, views=True) for name in names if prioritised]
     handles = ShardHandles(
         experience=experience,
         priorities=tuple(receiver for _, receiver in written),
@@ -205,24 +245,40 @@ def _add_replay(
         env_steps=graph.counter("env_steps"),
         inserts=graph.counter("inserts"),
         samples=graph.counter("samples"),
-        keep=graph.keep("replay-0", setting="replay.capacity"),
+        standing=graph.publisher(f"standing-{setup.index}") if several else None,
+        keep=graph.keep(f"replay-{setup.index}", setting="replay.capacity"),
     )
-    graph.add(ReplayShard, shard_setup(experiment, spec, directory), handles)
-    return [Feed((drawn[rank][1],), written[rank][0] if prioritised else None) for rank in ranks]
+    graph.add(ReplayShard, setup, handles)
+    return [
+        Feed(
+            batches=(receiver,),
+            priorities=tuple(sender for sender, _ in written[rank : rank + 1]),
+            standings=(graph.subscriber(f"standing-{setup.index}"),) if several else (),
+        )
+        for rank, (_, receiver) in enumerate(drawn)
+    ]
 
 
 def place(program: Program, experiment: Experiment) -> Placement:
     """Bring a program to life where the experiment says."""
+    threads = {Learner.kind: experiment.threads}
+    if experiment.in_turns:  # only one role computes at a time; sums depend on the number of threads
+        threads = {node.kind: experiment.threads for node in program.graph.nodes}
+        torch.set_num_threads(experiment.threads)
     if experiment.placement == "inline":
         from qfleet.runtime.inline import InlinePlacement
 
-        torch.set_num_threads(experiment.threads)
         return InlinePlacement(program.graph, strict=experiment.strict)
-    threads = {Learner.kind: experiment.threads}
     if experiment.placement == "processes":
         from qfleet.runtime.processes import ProcessPlacement
 
-        return ProcessPlacement(program.graph, spawn=_spawned(experiment), threads=threads, groups=(Learner.kind,))
+        return ProcessPlacement(
+            program.graph,
+            spawn=_spawned(experiment),
+            threads=threads,
+            groups=(Learner.kind,),
+            lockstep=experiment.lockstep,
+        )
     from qfleet.runtime.ray import RayPlacement
 
     return RayPlacement(program.graph, address=experiment.address, threads=threads)

@@ -21,6 +21,7 @@ from qfleet.algo.networks import QNetwork, build_network
 from qfleet.control.monitor import Callbacks, Monitor, Standing
 from qfleet.control.plan import Plan
 from qfleet.control.summary import summarise
+from qfleet.core.announcing import heard_by
 from qfleet.core.errors import CheckpointError
 from qfleet.core.protocols import Placement
 from qfleet.core.spec import EnvSpec
@@ -36,6 +37,7 @@ from qfleet.runtime import checkpoint
 from qfleet.runtime.graph import open_handles
 from qfleet.runtime.rundir import RunDir
 from qfleet.setups import learner_device
+from qfleet.sharing import require_shared_memory
 
 T = TypeVar("T")
 _SECOND_SIGNAL_S = 0.5
@@ -57,13 +59,20 @@ class Session:
 
     def carry_out(self, restore: checkpoint.Found | None = None) -> dict[str, Any]:
         """Train from the start, or from a checkpoint, to the end; return the summary."""
+        with self._interrupts.handled():
+            return self._carry_out(restore)
+
+    def _carry_out(self, restore: checkpoint.Found | None) -> dict[str, Any]:
         spec, grade = self._look_at_environment()
         plan = Plan.from_yaml(self.run.plan) if self.run.plan.is_file() else None
+        require_shared_memory(self.experiment, spec, self.code)
         program = build_program(self.experiment, spec, self.code, self.run.path)
         with ExitStack() as stack:
             sinks = [stack.enter_context(_closing(sink)) for sink in [*self._own_sinks(), *self.sinks]]
-            placement = place(program, self.experiment)
+            with heard_by(self._tell):
+                placement = place(program, self.experiment)
             stack.callback(placement.close)
+            stack.callback(self._interrupts.ignore)  # before that: closing must not be cut short
             monitor = Monitor(
                 self.experiment,
                 placement,
@@ -73,33 +82,41 @@ class Session:
                 save_checkpoint=lambda steps, standing: self._save(placement, steps, standing),
                 save_model=lambda weights: self._save_model(spec, weights),
             )
-            self._announce_start(monitor, grade, restore)
+            grade = self._announce_start(monitor, grade, restore)
             if plan is not None:
                 monitor.announce({"event": "planned", "text": plan.line()})
             self.run.begun = True
-            with self._interrupts.handled(monitor):
+            with self._interrupts.stopping(monitor):
                 reason = monitor.run()
                 returns = self._test()
                 if self._interrupts.count:
                     reason = "interrupt"
-            summary = summarise(self.experiment, monitor.standing, reason, monitor.counts(), returns)
-            summary |= {"resume_grade": grade, "device": learner_device(self.experiment, spec), "accel": monitor.accel}
-            summary |= {"plan": None if plan is None else plan.in_short()}
-            self.run.write_summary(summary)
+                summary = summarise(self.experiment, monitor.standing, reason, monitor.counts(), returns)
+                summary |= {"resume_grade": grade, "device": learner_device(self.experiment, spec)}
+                summary |= {"accel": monitor.accel, "plan": None if plan is None else plan.in_short()}
+                self.run.write_summary(summary)
             monitor.announce({"event": "stopped" if reason == "interrupt" else "finished", "reason": reason})
         return summary
+
+    def _tell(self, text: str) -> None:
+        """Show what is being done before the run begins."""
+        for sink in self.sinks:
+            sink.event({"event": "preparing", "text": text})
 
     def _look_at_environment(self) -> tuple[EnvSpec, str]:
         """Return what an agent has to know of the environment, and how exactly the run can be resumed."""
         probe = make_env(self.experiment.env, 1, factory=self.code.env)
-        grade = probe.resume_grade if self.experiment.placement == "inline" else "episode"
         probe.close()
-        return probe.spec, grade
+        # sums on a GPU come in any order unless that is forbidden
+        repeatable = learner_device(self.experiment, probe.spec) == "cpu" or self.experiment.accel.deterministic
+        return probe.spec, probe.resume_grade if self.experiment.in_turns and repeatable else "episode"
 
-    def _announce_start(self, monitor: Monitor, grade: str, restore: checkpoint.Found | None) -> None:
+    def _announce_start(self, monitor: Monitor, grade: str, restore: checkpoint.Found | None) -> str:
+        """Restore the run if it is to go on, and say how it begins; return how exactly it can be resumed after all."""
         experiment = self.experiment
         event = {"event": "started", "resume_grade": grade, "run_dir": str(self.run.path), "env_steps": 0}
         event |= {"preset": experiment.preset, "algo": experiment.algo, "seed": experiment.seed}
+        monitor.listen()  # before the edges are restored, and what roles said is forgotten
         if restore is not None:
             monitor.placement.restore(restore.directory)
             try:
@@ -108,7 +125,10 @@ class Session:
                 raise CheckpointError(f"{restore.directory}: its manifest does not say how the run stood") from error
             event |= {"event": "resumed", "env_steps": restore.manifest["env_steps"]}
             event |= {"checkpoint": restore.directory.name, "skipped": restore.skipped}
+            monitor.listen()
+        event["resume_grade"] = grade if monitor.exact else "episode"
         monitor.announce(event)
+        return str(event["resume_grade"])
 
     def _own_sinks(self) -> list[Sink]:
         track, path = self.experiment.track, self.run.path
@@ -163,35 +183,54 @@ def play_episodes(
 
 @dataclass
 class Interrupts:
-    """Ctrl-C and SIGTERM: the first one ends the run cleanly, a later one at once."""
+    """Ctrl-C and SIGTERM: while a run goes on the first one ends it cleanly, otherwise it ends at once.
+
+    Where it ends at once, everything is closed first, and no further signal cuts that short.
+    """
 
     count: int = 0
     _last: float = -1.0
     _at_once: bool = False
+    _ignored: bool = False
+    _monitor: Monitor | None = None
 
     @contextmanager
-    def handled(self, monitor: Monitor) -> Iterator[None]:
+    def handled(self) -> Iterator[None]:
         """Handle the signals meanwhile; only the main thread can, elsewhere nothing changes."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-
-        def interrupt(number: int, frame: FrameType | None) -> None:
-            now = time.monotonic()
-            soon, self._last = self.count > 0 and now - self._last < _SECOND_SIGNAL_S, now
-            if soon:
-                return
-            self.count += 1
-            monitor.stop("interrupt")
-            if self._at_once or self.count > 1:
-                raise KeyboardInterrupt
-
-        before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        soon, self._last = self.count > 0 and now - self._last < _SECOND_SIGNAL_S, now
+        if soon or self._ignored:
+            return
+        self.count += 1
+        if self._monitor is not None:
+            self._monitor.stop("interrupt")
+        if self._monitor is None or self._at_once or self.count > 1:
+            self._ignored = not self._at_once
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def stopping(self, monitor: Monitor) -> Iterator[None]:
+        """Let a first signal end the monitor's run, which saves it, instead of cutting in."""
+        self._monitor = monitor
+        try:
+            yield
+        finally:
+            self._monitor = None
+
+    def ignore(self) -> None:
+        """Heed no further signal."""
+        self._ignored = True
 
     def at_once(self, work: Callable[[], T]) -> T | None:
         """Do work of which nothing needs to be saved; a signal cuts it short, and then the result is None."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from pathlib import Path
 
 import torch
 
+from qfleet.accel.hardware import why_no_device
 from qfleet.algo.agent import ReplayAgent, RolloutAgent
 from qfleet.algo.schedules import Schedule
 from qfleet.algo.sequences import LAST_ACTION, STATE
@@ -19,9 +21,15 @@ from qfleet.replay import SequenceWindow
 from qfleet.roles.actor import ActorSetup
 from qfleet.roles.evaluator import EvaluatorSetup
 from qfleet.roles.fused import FusedSetup
+from qfleet.roles.fused.replay_loop import learning_begins
 from qfleet.roles.inference_server import InferenceSetup, ServedInference
 from qfleet.roles.learner import GroupConfig, LearnerSetup
 from qfleet.roles.replay_shard import ShardSetup
+
+MIRROR_LAG = 16
+"""Batches, with what is stored between two of them, after which a row may be replaced at the earliest."""
+LOOK_AGAIN_S = 0.01
+"""How long one of several replay shards waits before it looks what the others have made due."""
 
 
 def actor_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index: int) -> ActorSetup:
@@ -38,7 +46,7 @@ def actor_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index: in
         exploration=experiment.exploration,
         seed=experiment.seed,
         index=index,
-        actors=experiment.actors,
+        actors=experiment.all_actors,
         env_steps=experiment.env_steps,
         code=code,
         inference=experiment.inference,
@@ -51,7 +59,7 @@ def inference_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index
     inference = experiment.inference
     assert isinstance(experiment.agent, ReplayAgent)
     assert isinstance(inference, ServedInference)
-    actors = len(range(index, experiment.actors, inference.servers))
+    actors = len(range(index, experiment.all_actors, inference.servers))
     if experiment.placement == "inline":
         inference = inference.replace(deadline_ms=0.0)  # nobody else can ask while the server waits
     return InferenceSetup(
@@ -69,14 +77,16 @@ def inference_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index
     )
 
 
-def shard_setup(experiment: Experiment, spec: EnvSpec, directory: Path) -> ShardSetup:
-    """Return what the replay shard is built from."""
-    agent = experiment.agent
+def shard_setup(experiment: Experiment, spec: EnvSpec, directory: Path, index: int = 0) -> ShardSetup:
+    """Return what replay shard `index` is built from."""
+    agent, shards = experiment.agent, experiment.replay.shards
     assert isinstance(agent, ReplayAgent)
+    actors = len(range(index, experiment.all_actors, shards))
     return ShardSetup(
         replay=experiment.replay,
         spec=spec,
-        streams=experiment.actors * experiment.actor.envs,
+        streams=actors * experiment.actor.envs,
+        part=Fraction(actors, experiment.all_actors),
         n_step=agent.n_step,
         gamma=agent.gamma,
         normalise_rewards=experiment.normalise_rewards,
@@ -85,11 +95,45 @@ def shard_setup(experiment: Experiment, spec: EnvSpec, directory: Path) -> Shard
         learning_starts=experiment.learner.learning_starts,
         beta=_beta(experiment),
         seed=experiment.seed,
-        index=0,
-        directory=directory / "replay",
+        index=index,
+        directory=directory / ("replay" if shards == 1 else f"replay-{index}"),
+        look_again_s=LOOK_AGAIN_S if shards > 1 and not experiment.in_turns else None,
         sequence=_sequence(agent),
         extras=_extras(agent),
+        mirrored=mirrored(experiment, spec),
     )
+
+
+def mirrored(experiment: Experiment, spec: EnvSpec) -> bool:
+    """Return whether the learner has a copy of the replay's observations in its device's memory."""
+    if experiment.replay.mirror == "off" or not isinstance(experiment.agent, ReplayAgent):
+        return False
+    device = learner_device(experiment, spec)
+    obstacle = _why_not_mirrored(experiment, spec, device)
+    if experiment.replay.mirror == "on" and obstacle:
+        raise ConfigError(f"replay.mirror 'on': {obstacle}; or use replay.mirror 'off'")
+    return not obstacle and (experiment.replay.mirror == "on" or device == "cuda")
+
+
+def _why_not_mirrored(experiment: Experiment, spec: EnvSpec, device: str) -> str:
+    replay = experiment.replay
+    if experiment.placement != "processes":
+        return "the learner sees the shard's memory in placement 'processes' only"
+    if isinstance(experiment.agent, ReplayAgent) and experiment.agent.memory is not None:
+        return "agents with memory learn from sequences, which are not gathered on the device"
+    if replay.shards > 1 or experiment.learners > 1:
+        return "it is for one shard and one learner: set replay.shards and learners to 1"
+    if replay.storage.kind != "ram":
+        return f"the rows are stored as '{replay.storage.kind}': set replay.storage.kind to 'ram'"
+    message = experiment.actor.envs * experiment.actor.unroll * experiment.actor.groups
+    under_way = MIRROR_LAG * (experiment.learner.train_period + experiment.all_actors * message)
+    if replay.capacity < under_way:
+        return f"rows could be replaced before the learner has copied them: raise replay.capacity to {under_way:,.0f}"
+    needed = replay.capacity * sum(leaf.frame_bytes for leaf in spec.observations.values())
+    room = torch.cuda.get_device_properties(0).total_memory // 2 if device == "cuda" else needed
+    if needed > room:
+        return f"{needed / 2**30:.1f} GiB of observations are more than half of the GPU's memory: lower replay.capacity"
+    return ""
 
 
 def _sequence(agent: ReplayAgent) -> SequenceWindow | None:
@@ -128,6 +172,8 @@ def learner_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, group: 
         warm_start_part=experiment.warm_start_part,
         code=code,
         accel=experiment.accel,
+        ahead=not experiment.in_turns,
+        max_decay=_max_decay(experiment),
     )
 
 
@@ -155,6 +201,12 @@ def fused_setup(experiment: Experiment, spec: EnvSpec, code: UserCode) -> FusedS
         warm_start_part=experiment.warm_start_part,
         code=code,
     )
+
+
+def _max_decay(experiment: Experiment) -> float:
+    """Return the factor on the maximum priority at each write-back."""
+    sampler = experiment.replay.sampler
+    return sampler.max_decay if sampler.kind == "prioritised" else 1.0
 
 
 def _beta(experiment: Experiment) -> Schedule:
@@ -190,7 +242,10 @@ def total_updates(experiment: Experiment) -> int:
     """Return how many gradient steps the whole run makes."""
     agent = experiment.agent
     if isinstance(agent, ReplayAgent):
-        learning = experiment.env_steps - experiment.learner.learning_starts
+        begins = experiment.learner.learning_starts
+        if experiment.fused:
+            begins = learning_begins(experiment.learner, agent, experiment.actor.envs)
+        learning = experiment.env_steps - begins
         return max(1, int(learning / experiment.learner.train_period))
     if isinstance(agent, RolloutAgent):
         rollouts = math.ceil(experiment.env_steps / (agent.rollout_length * experiment.actor.envs))
@@ -205,9 +260,9 @@ def learner_device(experiment: Experiment, spec: EnvSpec) -> str:
 
 def _device(wanted: str, setting: str, spec: EnvSpec, fused: bool = False) -> str:
     """Return the torch device that a setting asks for or, where it leaves the choice, the one that pays."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"{setting} 'cuda': torch sees no CUDA device here; use {setting} 'cpu' or 'auto'")
     if wanted != "auto":
+        if wanted != "cpu" and (reason := why_no_device(wanted)):
+            raise ConfigError(f"{setting} '{wanted}': {reason}; use {setting} 'cpu' or 'auto'")
         return wanted
     images = any(len(leaf.shape) == 3 for leaf in spec.observations.values())
     return "cuda" if (images or fused) and torch.cuda.is_available() else "cpu"

@@ -72,6 +72,25 @@ def test_explicit_settings_win_over_both_and_the_rest_stays() -> None:
     assert found.why == "probed; accel.compile, accel.precision, accel.graph_updates set"
 
 
+def test_what_a_probe_timed_is_not_said_of_other_settings() -> None:
+    cache.store(key_of(H200, workload()), FAST, "probed on 2026-11-15: 2 steps/s against 1 eager")
+    assert choice(AccelConfig(compile="off")).why == "probed on 2026-11-15; accel.compile set"
+    assert choice(AccelConfig(compile="on")).why.startswith("probed on 2026-11-15: 2 steps/s against 1 eager; ")
+
+
+def test_a_run_that_goes_on_keeps_its_settings_but_for_explicit_ones() -> None:
+    cache.store(key_of(H200, workload()), FAST, "probed")
+    kept = resolve(AccelConfig(), H200, workload(), {}, former=EAGER)
+    assert (kept.settings, kept.why) == (EAGER, "as before the run was cut")
+    changed = resolve(AccelConfig(precision="bf16"), H200, workload(), {}, former=EAGER)
+    assert changed.settings == EAGER.replace(precision="bf16")
+
+
+def test_recordings_asked_for_on_a_cpu_are_said_to_have_no_effect() -> None:
+    line = choice(AccelConfig(graph_updates=64), CPU).line(CPU)
+    assert "accel.graph_updates has no effect: nothing is recorded on a CPU" in line
+
+
 any_settings = st.builds(
     Settings,
     precision=st.sampled_from(PRECISIONS),

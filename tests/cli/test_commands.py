@@ -272,3 +272,26 @@ def test_python_dash_m(tmp_path: Path) -> None:
     outcome = real_command(["--version"], tmp_path)
     assert outcome.code == 0
     assert outcome.out.startswith("qfleet ")
+
+
+def test_resuming_a_finished_run_says_how_to_train_further(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run"
+    assert command(capsys, "train", "cartpole", "--run-dir", str(path), "--quiet", *TINY).code == 0
+    outcome = command(capsys, "resume", str(path))
+    assert outcome.code == 0
+    assert f"nothing was left to do; to train further: qfleet resume {path} --env-steps " in outcome.out
+    assert "eta      -" not in outcome.out
+    longer = command(capsys, "resume", str(path), "--env-steps", "1600")
+    assert "nothing was left" not in longer.out
+
+
+def test_the_first_compilation_of_loops_is_announced(tmp_path: Path) -> None:
+    script = (
+        "import os; os.environ['NUMBA_CACHE_DIR'] = 'empty'\n"
+        "from qfleet.core.announcing import heard_by\n"
+        "with heard_by(print):\n"
+        "    from qfleet.core.compiling import cached\n"
+        "    [cached('int64(int64)')(lambda x, y=y: x + y) for y in range(2)]\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["compiling loops for this processor, once: seconds to a minute"], done.stderr

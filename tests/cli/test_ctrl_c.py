@@ -15,6 +15,7 @@ from commands import TINY, command, environment, start_words
 
 from qfleet import api
 from qfleet.core.errors import CheckpointError, ConfigError
+from qfleet.runtime import checkpoint
 
 
 def test_an_interrupt_before_the_run_is_130(
@@ -62,7 +63,7 @@ def test_what_an_interrupt_breaks_while_modules_are_imported_is_an_interrupt(
     monkeypatch.setattr(api, place, fail)
     options = ("--run-dir", str(tmp_path)) if place == "train" else ()
     outcome = command(capsys, "train", "cartpole", "--quiet", *options)
-    assert (outcome.code, outcome.out, outcome.err) == (130, "", "interrupted\n")
+    assert (outcome.code, outcome.out, outcome.err) == (130, "", "interrupted: nothing was saved\n")
     assert not list(tmp_path.iterdir())
     assert signal.getsignal(signal.SIGINT) is before
     assert command(capsys, "train", "cartpol").code == 2, "the interrupt of an earlier command is over"
@@ -74,7 +75,7 @@ def test_an_interrupt_that_got_lost_takes_effect_before_the_run_begins(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(api, "default_run_dir", _dropped_interrupt)
     outcome = command(capsys, "train", "cartpole", "--quiet")
-    assert (outcome.code, outcome.out, outcome.err) == (130, "", "interrupted\n")
+    assert (outcome.code, outcome.out, outcome.err) == (130, "", "interrupted: nothing was saved\n")
     assert not list(tmp_path.iterdir())
 
 
@@ -110,7 +111,7 @@ def test_ctrl_c_saves_and_resume_goes_on(tmp_path: Path, capsys: pytest.CaptureF
     assert process.returncode == 130, err
     assert f"qfleet resume {run}" in err
     assert "Traceback" not in err
-    (saved,) = (run / "checkpoints").iterdir()
+    (saved,) = checkpoint.complete(run / "checkpoints")
     steps = int(saved.name)
     outcome = command(capsys, "resume", str(run), "--env-steps", str(steps + 1000))
     assert outcome.code == 0, outcome

@@ -15,7 +15,8 @@ from commands import command
 from torch import Tensor
 
 from qfleet.accel import cache, choices
-from qfleet.accel.hardware import Hardware
+from qfleet.accel.choose import key_of
+from qfleet.accel.hardware import Hardware, look
 from qfleet.accel.precision import PRECISIONS
 from qfleet.accel.table import EAGER, Settings
 from qfleet.control import candidates, gradient_check, probe
@@ -25,6 +26,7 @@ from qfleet.experiment import with_changes
 from qfleet.presets import preset
 from qfleet.presets.algorithms import apply
 from qfleet.roles.fused import FusedSetup
+from qfleet.roles.fused.choices import workload_of
 from qfleet.setups import fused_setup
 
 GAME = ("--env.kind", "tensor", "--env.game", "cartpole", "--network.hidden", "16", "16", "--device", "cpu")
@@ -85,7 +87,7 @@ def test_a_probe_keeps_its_winner_and_the_next_run_uses_it_and_says_so(
         ("", "PRESET is missing"),
         ("cartpole catch", "'catch'"),
         ("cartpol", "Did you mean 'cartpole'?"),
-        ("mountaincar", "runs as a pipeline"),
+        ("mountaincar", "runs as a pipeline, and probes time fused loops only"),
         ("minatar:breakout --topology pipeline", "runs as a pipeline"),
         ("minatar:breakout --seconds-per-candidate 0", "seconds_per_candidate"),
         ("minatar:breakout --second-per-candidate 1", "'--seconds-per-candidate'"),
@@ -114,12 +116,29 @@ def test_a_choice_that_cannot_be_kept_is_still_shown(
 def test_doctor_shows_what_is_usable_shipped_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache.store({}, EAGER, "probed")
     text, found = command(capsys, "doctor").out, json.loads(command(capsys, "doctor", "--json").out)["accel"]
-    assert found["cached"] == {"path": str(tmp_path / "cache" / "choices.json"), "choices": 1, "complaint": ""}
+    assert (found["cached"]["path"], found["cached"]["complaint"]) == (str(tmp_path / "cache" / "choices.json"), "")
+    assert len(found["cached"]["choices"]) == 1
     assert set(found["usable"]) == {"precision", "compile", "kernels", "graphs"}
     assert "ROCm, MPS, XPU: the device-agnostic code, untested" in text
     assert f"1 choices of `qfleet probe` in {tmp_path / 'cache'}" in text
     (tmp_path / "cache" / "choices.json").write_text("?")
     assert "is damaged" in command(capsys, "doctor").out
+
+
+def test_doctor_shows_each_choice_and_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    run = setup()
+    cache.store(key_of(look(torch.device("cpu")), workload_of(run)), EAGER, "probed on 2026-11-15: 2 steps/s")
+    text = command(capsys, "doctor").out
+    assert f"replay agent, mlp on 4, {run.actor.envs} envs, " in text
+    assert ": fp32, eager (probed on 2026-11-15: 2 steps/s)" in text
+
+
+def test_doctor_promises_hand_written_networks_to_small_dense_ones_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the lines of a CPU")
+    shipped = json.loads(command(capsys, "doctor", "--json").out)["accel"]["shipped"]
+    assert shipped["small dense networks"].startswith("fp32, hand-written small network")
+    assert shipped["all others"].startswith("fp32, eager")
 
 
 # ---------------------------------------------------------------- what may win

@@ -237,3 +237,12 @@ def test_a_curve_never_falls_below_zero_and_meets_its_points(values: list[float]
     assert at(curve, size) >= 0
     assert [at(curve, point) for point, _ in curve] == pytest.approx([value for _, value in curve])
     assert at(curve, size) <= at(curve, size + 1) + 1e-12
+
+
+def test_a_replay_in_two_shards_is_twice_as_fast_and_has_an_actor_for_each() -> None:
+    slow, two = measurements(replay=200 * US), {"actors": 2, "replay.shards": 2}
+    one, both = planned(slow), planned(slow, run=experiment(**two))
+    assert (one.bottleneck, both.bottleneck) == ("replay", "replay")
+    assert both.env_steps_per_s == pytest.approx(2 * (one.env_steps_per_s or 0))
+    assert (role(both, "replay").count, role(both, "replay").busy) == (2, pytest.approx(1.0))
+    assert planned(measurements(env=1e-9, learner=1.0), cores=1, run=experiment(**two)).settings["actors"] == 2

@@ -14,6 +14,7 @@ from qfleet.control import balancer
 from qfleet.control.monitor import Callbacks, Monitor
 from qfleet.control.progress import Progress
 from qfleet.core.protocols import Report
+from qfleet.core.types import Orders
 
 
 def actor(index: int, steps: float, busy_s: float) -> Report:
@@ -32,6 +33,15 @@ def test_rates_and_shares_are_those_since_the_record_before() -> None:
     assert (second["actor.0.rate"], second["learner.0.rate"]) == (100.0, 10.0)
     assert second["actor.0.busy"] == pytest.approx(0.25)
     assert second["bottleneck"] == "learner 95% busy; actor waits 75%"
+
+
+def test_actors_that_sleep_are_not_counted_among_those_that_hold_up() -> None:
+    asleep = Report("actor", 1, "running", {"env_steps": 0.0, "acting_envs": 0.0}, 0.0, {}, "not needed now")
+    now = 0.0
+    progress = Progress(experiment(), lambda: now)
+    now = 1.0
+    record = progress.record([actor(0, 50, 1.0), asleep], 50, 5, 1.0)
+    assert record["bottleneck"] == "actor 100% busy"
 
 
 class Kept:
@@ -79,9 +89,11 @@ def test_a_straggler_becomes_an_event_unless_nobody_watches(
     monkeypatch.setattr(balancer, "WINDOW_S", 1e-5)
     monkeypatch.setattr(balancer, "LOOK_S", 0.0)
     sink, counter = Kept(), SimpleNamespace(total=lambda: 0)
-    handles = SimpleNamespace(events=(), env_steps=counter, updates=counter, samples=counter)
+    orders: list[Orders] = []
+    edge = SimpleNamespace(publish=orders.append)
+    handles = SimpleNamespace(events=(), env_steps=counter, updates=counter, samples=counter, orders=edge)
     monitor = Monitor(
-        experiment(balance=wanted, placement=placement),
+        experiment(balance=wanted, placement=placement, actors=3),
         ThreeActors(),  # type: ignore[arg-type]
         handles,
         [sink],
@@ -92,8 +104,10 @@ def test_a_straggler_becomes_an_event_unless_nobody_watches(
     monitor.run()
     found = [event for event in sink.events if event["event"] == "balance"]
     if (wanted, placement) != ("on", "processes"):
-        assert found == []
+        assert (found, orders, monitor.standing.envs) == ([], [], [])
         return
+    assert [one.envs for one in orders] == [(16, 16, 16)]
+    assert monitor.standing.envs == [16, 16, 16], "saved with the last checkpoint"
     (event,) = found
     assert (event["decision"], event["role"], event["index"], event["applied"]) == ("straggler", "actor", 1, False)
     assert "its stream is full" in event["text"]

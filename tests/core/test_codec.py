@@ -24,9 +24,11 @@ from qfleet.core.types import (
     InferenceReply,
     InferenceRequest,
     Notice,
+    Orders,
     Priorities,
     Rollout,
     SequenceBatch,
+    Standing,
     Version,
     Weights,
 )
@@ -127,10 +129,12 @@ def messages() -> list[Any]:
             leaves(1), ints(1, 2),
         ),
         Priorities(ints(2), ints(2), floats(2)),
+        Standing(2.5, 1.0),
         weights,
         InferenceRequest(2**40, leaves(3), floats(3, 5)),
         InferenceReply(2**40, version, floats(3, 2)),
         Evaluated(version, 10, rng.random(3), ints(3), 0.5, True, weights),
+        Orders((8, 4), (1.5,)),
         Notice("learner", 0, "nan", "the update was skipped"),
     ]  # fmt: skip
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
 
+from qfleet.core.errors import ConfigError
 from qfleet.envs import GymConfig, TensorConfig, env_spec
 from qfleet.envs.tensor.games import make_tensor_env
 
@@ -76,7 +77,7 @@ def test_options_go_to_the_game():
     small = gymnasium.make("qfleet/TensorCatch-v1", rows=4, columns=3)
     assert small.observation_space.shape == (1, 4, 3)
     assert gymnasium.make("qfleet/MinAtar-Breakout-v1", sticky=0.0).unwrapped.render() is None
-    with pytest.raises(TypeError, match="sticky"):
+    with pytest.raises(ConfigError, match="sticky"):
         gymnasium.make("qfleet/TensorCatch-v1", sticky=0.0)
 
 
@@ -88,3 +89,32 @@ def test_registering_loads_no_tensors():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"sticky": 2.0}, "sticky"),
+        ({"sticky": "often"}, "sticky"),
+        ({"stick": 0.1}, "did you mean"),
+        ({"reward_scale": 0.5}, "no option 'reward_scale'"),
+    ],
+)
+def test_options_are_checked_as_the_command_line_checks_them(options, named):
+    with pytest.raises(ConfigError, match=f"(?i){named}"):
+        gymnasium.make("qfleet/MinAtar-Breakout-v1", **options)
+
+
+def test_options_that_a_game_does_not_have_are_refused():
+    with pytest.raises(ConfigError, match="no option 'sticky'"):
+        gymnasium.make("qfleet/CartPole-v1", sticky=0.5)
+
+
+@pytest.mark.parametrize("action", [3, -1, 1.5, None, np.array([0, 1])])
+def test_an_action_outside_of_the_space_is_refused(action):
+    env = gymnasium.make("qfleet/MinAtar-Breakout-v1").unwrapped
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match="a whole number from 0 to 2"):
+        env.step(action)
+    for allowed in (2, np.int64(1), np.array(0), torch.tensor(1)):
+        env.step(allowed)

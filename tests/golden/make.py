@@ -13,6 +13,7 @@ import qfleet
 from qfleet.experiment import with_changes
 from qfleet.presets import preset
 from qfleet.presets.algorithms import apply
+from qfleet.runtime import checkpoint
 
 HERE = Path(__file__).parent
 OBSERVATIONS = np.linspace(-1, 1, 20, dtype=np.float32).reshape(5, 4)
@@ -35,7 +36,7 @@ def main(name: str) -> None:
     for path in run.dir.iterdir():
         if path.name in ("metrics.jsonl", "events.jsonl", "summary.json", ".lock"):
             path.unlink()
-    for old in sorted((run.dir / "checkpoints").iterdir())[:-1]:
+    for old in checkpoint.complete(run.dir / "checkpoints")[:-1]:
         shutil.rmtree(old)
 
 

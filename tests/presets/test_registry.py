@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import gymnasium
 import numpy as np
 import pytest
@@ -90,6 +92,19 @@ def test_large_images_do_not_fill_the_memory():
 )
 def test_what_is_not_a_preset_is_refused_with_advice(name, said):
     with pytest.raises(ConfigError, match=said):
+        preset(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("minatar", "write minatar:GAME, as in minatar:breakout"),
+        ("gym:minatar:breakout", "qfleet.train('minatar:breakout')"),
+        ("gym:cartpole", "qfleet.train('cartpole')"),
+    ],
+)
+def test_the_name_that_was_meant_is_told(name, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
         preset(name)
 
 

@@ -24,13 +24,13 @@ class Found:
     """Transitions that can be sampled."""
 
 
-def check(replay: Replay, lives: list[list[Step]], evicting: bool) -> Found:
-    """Raise AssertionError unless replay and journals agree; `evicting` says whether the oldest may be missing.
+def check(shards: list[Replay], lives: list[list[Step]], evicting: bool) -> Found:
+    """Raise AssertionError unless a run's shards and journals agree; `evicting` says whether the oldest may be missing.
 
     An actor sends the step of every environment before it takes the next one: what an environment did before its last
     step was sent, so it must be there, once, in order. Its last step may or may not have been sent.
     """
-    stored = rows(replay)
+    stored = [place for replay in shards for place in rows(replay)]
     doubled = [place for place, count in Counter(stored).items() if count > 1]
     assert not doubled, f"stored twice: {doubled[:5]}"
     known, there, sent = {step.place for life in lives for step in life}, set(stored), 0
@@ -44,8 +44,10 @@ def check(replay: Replay, lives: list[list[Step]], evicting: bool) -> Found:
             assert present == sorted(present), f"lost between others: environment {env} of one life"
     invented = there - known
     assert not invented, f"never happened: {sorted(invented)[:5]}"
-    check_items(replay, {step.place: step.action for life in lives for step in life})
-    return Found(sent, kept, len(replay))
+    actions = {step.place: step.action for life in lives for step in life}
+    for replay in shards:
+        check_items(replay, actions)
+    return Found(sent, kept, sum(len(replay) for replay in shards))
 
 
 def rows(replay: Replay) -> list[Place]:

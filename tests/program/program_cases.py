@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 import qfleet.api as api
 from qfleet.control.monitor import Callbacks
+from qfleet.core import codec
 from qfleet.experiment import Experiment, with_changes
 from qfleet.presets import preset
 from qfleet.presets.algorithms import apply
+from qfleet.replay.chunks import rows_of
+from qfleet.runtime import checkpoint
 
 GYM = {"cartpole": ("CartPole-v1", 0.005), "catch": ("qfleet/Catch-v0", 1.0)}
 """Presets of tensor-native games, by the same game as an ordinary environment and its reward scale."""
@@ -51,15 +56,41 @@ def stop_at(env_steps: int) -> Callbacks:
 
 
 def fingerprint(run: api.Run) -> dict[str, str]:
-    """Hashes of the kept model and of every file of the last checkpoint."""
-    last = sorted((run.dir / "checkpoints").iterdir())[-1]
-    files = [
-        run.dir / "model" / "model.safetensors",
-        *sorted(last.glob("*.safetensors")),
-        *sorted(last.glob("*.msgpack")),
-    ]
-    return {f"{path.parent.name[:12]}/{path.name}": _sha256(path) for path in files}
+    """Hashes of the kept model and of every role's state in the last checkpoint, however its rows are divided."""
+    last = checkpoint.complete(run.dir / "checkpoints")[-1]
+    names = sorted(path.stem for path in last.glob("*.msgpack"))
+    states = {f"{last.name[:12]}/{name}": digest(checkpoint.read_state(last, name)) for name in names}
+    return {"model": hashlib.sha256((run.dir / "model" / "model.safetensors").read_bytes()).hexdigest(), **states}
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def digest(state: Any) -> str:
+    """Return a hash of a saved state; equal states have equal ones, to the bit."""
+    header, arrays = codec.pack(_undivided(state))
+    return hashlib.sha256(header + b"".join(repr(a.shape).encode() + a.tobytes() for a in arrays)).hexdigest()
+
+
+def _undivided(state: Any) -> Any:
+    """Return a state with a hash of each row in place of chunks."""
+    if not isinstance(state, dict):
+        return state
+    if "chunks" not in state:
+        return {name: _undivided(part) for name, part in state.items()}
+    rows: dict[int, str] = {}
+    home = np.repeat(*state["home"])
+    for number, chunk in enumerate(state["chunks"]):
+        content = chunk.read()
+        for row, data in zip(rows_of(content["rows"]).tolist(), _row_bytes(content), strict=True):
+            if home[row] == number:
+                rows[row] = hashlib.sha256(data).hexdigest()
+    return {"layout": state["layout"], "rows": [[row, rows[row]] for row in sorted(rows)]}
+
+
+def _row_bytes(content: dict[str, Any]) -> Iterator[bytes]:
+    """Yield all that a chunk has of each of its rows."""
+    columns = [*content["columns"].values()]
+    for values in content["observations"].values():
+        if isinstance(values, dict):
+            values = np.split(values["blocks"], np.cumsum(values["lengths"])[:-1])
+        columns.append(values)
+    for row in zip(*columns, strict=True):
+        yield b"".join(value.tobytes() for value in row)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,14 +17,19 @@ from program_cases import fingerprint, short, stop_at
 
 import qfleet
 import qfleet.api as api
+from qfleet.accel import cache as accel_cache
+from qfleet.accel.choose import key_of
+from qfleet.accel.hardware import look
+from qfleet.accel.table import Settings
 from qfleet.core.errors import CheckpointError, ConfigError, QfleetError
 from qfleet.core.usercode import UserCode
 from qfleet.envs import env_spec
 from qfleet.experiment import Experiment, with_changes
 from qfleet.presets import preset
 from qfleet.presets.algorithms import apply
+from qfleet.roles.fused.choices import workload_of
 from qfleet.roles.fused.replay_loop import ReplayLoop
-from qfleet.setups import fused_setup
+from qfleet.setups import fused_setup, learner_device
 
 GAME = {"env.kind": "tensor", "env.game": "catch"}
 ALGORITHMS = ("dqn", "rainbow", "pqn", "prioritised", "noisy", "iqn", "munchausen", "beyond")
@@ -64,6 +72,16 @@ def test_trap_9_updates_follow_the_transitions_whatever_the_number_of_environmen
         wanted = (summary["env_steps"] - 200) // period
         counts.append(summary["updates"] / wanted)
     assert counts == pytest.approx([1, 1], rel=0.05)
+
+
+@pytest.mark.parametrize(("algo", "ratio"), [("dqn", 32 / 4 * 1000 / 1200), ("pqn", 4), ("tabular", 1)])
+@pytest.mark.parametrize("topology", ["fused", "pipeline"])
+def test_samples_per_insert_mean_the_same_in_both_topologies(algo, ratio, topology, tmp_path):
+    if algo == "tabular" and topology == "fused":
+        pytest.skip("a table is no fused loop")
+    run = short(algo, "maze") if algo == "tabular" else fused(algo, topology=topology)
+    summary = api.train(run, run_dir=tmp_path / "run").summary
+    assert summary["samples_per_insert"] == pytest.approx(ratio, rel=0.05)
 
 
 def test_fused_dqn_learns_catch(tmp_path):
@@ -179,8 +197,8 @@ def test_a_rate_that_falls_to_zero_reaches_it_with_the_last_rollout(tmp_path):
 def test_an_evaluation_ends_at_its_longest_episode(tmp_path):
     changes = {"env_steps": 1000, "evaluation": {"every": 500, "target": None, "max_episode_steps": 10}}
     run = api.train(with_changes(preset("cartpole"), changes), run_dir=tmp_path / "run")
-    means = [json.loads(line).get("mean", 10) for line in (run.dir / "events.jsonl").read_text().splitlines()]
-    assert set(means) == {10}
+    events = [json.loads(line) for line in (run.dir / "events.jsonl").read_text().splitlines()]
+    assert [event["mean"] for event in events if event["event"] == "evaluation"] == [10, 10]
 
 
 def test_a_checkpoint_of_another_device_is_refused_with_words():
@@ -208,3 +226,107 @@ def test_a_few_updates_that_are_not_finite_stop_the_run_though_others_were(tmp_p
         api.train(fused(**{"optim.lr": 1e30, "env_steps": 3000}), run_dir=tmp_path / "run")
     kinds = [json.loads(line).get("kind") for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert kinds.count("skipped_update") == 0
+
+
+def test_one_rollout_of_which_nearly_all_updates_are_skipped_stops_the_run(tmp_path):
+    changes = {"optim.lr": 1e30, "env_steps": 300, "agent": {"rollout_length": 32, "epochs": 4, "minibatches": 16}}
+    for topology in ("fused", "pipeline"):
+        with pytest.raises(QfleetError, match="updates in a row were not finite"):
+            api.train(fused("pqn", topology=topology, **changes), run_dir=tmp_path / topology)
+
+
+def cartpole(**changes) -> Experiment:
+    few = {"env_steps": 1500, "evaluation": {"every": 500, "target": None, "episodes": 4, "test_episodes": 2}}
+    return with_changes(preset("cartpole"), {**few, **changes})
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("QFLEET_CACHE", str(tmp_path / "cache"))
+
+
+def events_of(run) -> list[dict]:
+    return [json.loads(line) for line in (run.dir / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("topology", ["fused", "pipeline"])
+def test_a_resumed_run_says_how_it_is_computed(topology, tmp_path, own_cache):
+    api.train(cartpole(topology=topology), run_dir=tmp_path / "run", callbacks=stop_at(700))
+    resumed = api.resume(tmp_path / "run")
+    assert resumed.summary["accel"].startswith("cpu: fp32, hand-written small network")
+    said = [(event["event"], event.get("kind")) for event in events_of(resumed)]
+    assert said[said.index(("resumed", None)) + 1] == ("notice", "accel")
+    assert api.resume(tmp_path / "run").summary["accel"] == resumed.summary["accel"]  # with nothing left to do
+
+
+def probe_finds(experiment: Experiment, settings: Settings) -> None:
+    setup = fused_setup(experiment, env_spec(experiment.env), UserCode())
+    accel_cache.store(key_of(look(torch.device("cpu")), workload_of(setup)), settings, "probed: 2 steps/s")
+
+
+def test_a_probe_between_cut_and_resume_changes_nothing(tmp_path, own_cache):
+    whole = fingerprint(api.train(cartpole(), run_dir=tmp_path / "whole"))
+    api.train(cartpole(), run_dir=tmp_path / "cut", callbacks=stop_at(700))
+    probe_finds(cartpole(), Settings(kernels=False))
+    resumed = api.resume(tmp_path / "cut")
+    assert fingerprint(resumed) == whole
+    assert "as before the run was cut" in resumed.summary["accel"]
+    assert resumed.summary["resume_grade"] == "exact"
+    assert "probed" in api.train(cartpole(), run_dir=tmp_path / "next").summary["accel"]
+
+
+def test_a_run_that_cannot_be_computed_as_before_has_a_lower_grade(tmp_path, own_cache, monkeypatch):
+    api.train(cartpole(), run_dir=tmp_path / "run", callbacks=stop_at(700))
+    monkeypatch.setenv("QFLEET_NO_NUMBA", "1")
+    resumed = api.resume(tmp_path / "run")
+    events = events_of(resumed)
+    assert next(event for event in events if event["event"] == "resumed")["resume_grade"] == "episode"
+    assert resumed.summary["resume_grade"] == "episode"
+    assert any(event.get("kind") == "accel_changed" for event in events)
+    assert "loops not compiled: QFLEET_NO_NUMBA=1 forbids it" in resumed.summary["accel"]
+
+
+class Dropping(torch.nn.Module):
+    def __init__(self, spec):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Dropout(0.1))
+
+    def forward(self, observation):
+        return self.layers(observation)
+
+
+@pytest.mark.parametrize("topology", ["fused", "pipeline"])
+def test_layers_of_torch_that_draw_from_its_global_stream_lower_the_grade(topology, tmp_path):
+    experiment = cartpole(topology=topology, **{"network.kind": "custom"})
+    run = api.train(experiment, network=Dropping, run_dir=tmp_path / "run")
+    assert run.summary["resume_grade"] == "episode"
+    said = next(event["text"] for event in events_of(run) if event.get("kind") == "inexact")
+    assert said.count("Dropout") == 2
+
+
+def test_a_numba_that_cannot_be_imported_is_done_without_and_named(tmp_path):
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text("raise ImportError('Numba needs NumPy 2.3 or less')")
+    few = "env_steps=400, evaluation={'episodes': 2, 'test_episodes': 2}"
+    code = f"import qfleet; print(qfleet.train('cartpole', run_dir={str(tmp_path / 'run')!r}, {few}).summary['accel'])"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "loops not compiled: numba cannot be imported (ImportError: Numba needs NumPy 2.3 or less)" in run.stdout
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps", "xpu"])
+def test_a_device_that_is_not_there_is_refused_with_the_reason(device, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=f"device '{device}': torch sees no {device.upper()} device here"):
+        api.train(cartpole(device=device), run_dir=tmp_path / "run")
+
+
+def test_devices_other_than_cuda_are_taken_where_torch_has_them(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    spec = env_spec(cartpole().env)
+    assert [learner_device(cartpole(device=device), spec) for device in ("mps", "xpu")] == ["mps", "xpu"]
+    assert (cartpole(device="mps").fused, cartpole(device="xpu").fused) == (False, True)

@@ -52,9 +52,9 @@ def stored(messages: list[Experience], capacity: int = 400) -> Replay:
 
 def test_a_true_history_passes() -> None:
     messages, lives = played()
-    found = check(stored(messages), lives, evicting=False)
+    found = check([stored(messages)], lives, evicting=False)
     assert found.sent == found.stored == sum(length(seed) for seed in SEEDS)
-    assert check(stored(messages, capacity=12), lives, evicting=True).stored < found.sent
+    assert check([stored(messages, capacity=12)], lives, evicting=True).stored < found.sent
 
 
 def test_a_lost_step_is_found() -> None:
@@ -63,24 +63,24 @@ def test_a_lost_step_is_found() -> None:
     broken = [*messages[:at], dataclasses.replace(messages[at + 1], cut=np.zeros(1, np.int64)), *messages[at + 2 :]]
     for evicting in (False, True):
         with pytest.raises(AssertionError, match="lost"):
-            check(stored(broken), lives, evicting)
+            check([stored(broken)], lives, evicting)
 
 
 def test_a_step_stored_twice_is_found() -> None:
     messages, lives = played()
     again = dataclasses.replace(messages[1], sequence=10**6, stream=np.ones(1, np.int64))
     with pytest.raises(AssertionError, match="twice"):
-        check(stored([*messages, again]), lives, evicting=False)
+        check([stored([*messages, again])], lives, evicting=False)
 
 
 def test_a_successor_across_a_gap_is_found() -> None:
     messages, lives = played()
     gap = [*messages[:1], *messages[2:]]  # nobody said that the stream was cut
     with pytest.raises(AssertionError, match="is followed by"):
-        check(stored(gap), [[step for step in lives[0] if step.place != Place(SEEDS[0], 1)]], evicting=False)
+        check([stored(gap)], [[step for step in lives[0] if step.place != Place(SEEDS[0], 1)]], evicting=False)
 
 
 def test_a_step_that_never_happened_is_found() -> None:
     messages, lives = played()
     with pytest.raises(AssertionError, match="never happened"):
-        check(stored(messages), [lives[0][length(SEEDS[0]) :]], evicting=False)
+        check([stored(messages)], [lives[0][length(SEEDS[0]) :]], evicting=False)

@@ -18,6 +18,7 @@ import qfleet
 from qfleet import Callbacks
 from qfleet.core.errors import ConfigError
 from qfleet.observe.sinks import read_jsonl
+from qfleet.runtime import checkpoint
 
 
 def interrupt_myself() -> None:
@@ -71,7 +72,7 @@ def test_two_quick_signals_count_as_one(tmp_path):
 
     run = qfleet.train(short(), run_dir=tmp_path / "run", callbacks=Callbacks(on_step=on_step))
     assert run.summary["stopped_by"] == "interrupt"
-    assert sorted(path.name for path in (run.dir / "checkpoints").iterdir()) == ["000000000320"]
+    assert [path.name for path in checkpoint.complete(run.dir / "checkpoints")] == ["000000000320"]
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_anew(tmp_path):
@@ -133,7 +134,7 @@ def test_other_placements_stand_still_while_they_are_saved_and_after_the_end(tmp
     run = qfleet.train(
         short(env_steps=100_000, placement="processes"), run_dir=tmp_path / "run", callbacks=stop_at(1500)
     )
-    last = max((run.dir / "checkpoints").iterdir())
+    last = checkpoint.complete(run.dir / "checkpoints")[-1]
     assert run.summary["env_steps"] == int(last.name[:12])
     resumed = qfleet.resume(run.dir, env_steps=3000)
     assert resumed.summary["resume_grade"] == "episode"

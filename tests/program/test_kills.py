@@ -99,21 +99,21 @@ def survive(
     assert not list(shared_memory_root().glob(f"qfleet-{os.getpid()}-*"))
     assert not multiprocessing.active_children()
     events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
-    replay = stored(run, folder / "run")
-    found = check(replay, journals(folder / "journal"), evicting=run.replay.capacity < run.env_steps)
+    shards = [stored(run, folder / "run", index) for index in range(run.replay.shards)]
+    found = check(shards, journals(folder / "journal"), evicting=run.replay.capacity < run.env_steps)
     return found, [event for event in events if event["event"] == "restart"]
 
 
-def stored(run: Experiment, folder: Path) -> Replay:
-    """Return the replay of a run's last checkpoint."""
+def stored(run: Experiment, folder: Path, index: int) -> Replay:
+    """Return one shard of the replay of a run's last checkpoint."""
     probe = make_env(run.env, 1)
-    setup = shard_setup(run, probe.spec, folder)
+    setup = shard_setup(run, probe.spec, folder, index)
     probe.close()
     replay = Replay(
         run.replay, probe.spec, streams=setup.streams, n_step=setup.n_step, gamma=setup.gamma,
-        rng=np.random.default_rng(0), directory=folder,
+        part=setup.part, rng=np.random.default_rng(0), directory=folder,
     )  # fmt: skip
-    replay.load_state_dict(read_state(complete(folder / "checkpoints")[-1], "replay-0")["replay"])
+    replay.load_state_dict(read_state(complete(folder / "checkpoints")[-1], f"replay-{index}")["replay"])
     return replay
 
 
@@ -138,6 +138,16 @@ def test_only_the_oldest_is_gone_from_a_full_replay(tmp_path: Path, monkeypatch:
     assert (killer.left, lives(deaths)) == (0, 5)
     assert 600 < found.stored < 800
     assert found.items > 500
+
+
+def test_nothing_is_lost_when_one_of_two_shards_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "replay-0/replay.after_commit:kill@40,replay-1/replay.before_commit:kill@60")
+    run = experiment(tmp_path, 1500, **{"replay.shards": 2})
+    found, deaths = survive(run, tmp_path, monkeypatch)
+    died = {(death["role"], death["index"]) for death in deaths}
+    assert died == {("replay", 0), ("replay", 1)}
+    assert found.sent > 1200
+    assert found.stored == found.sent
 
 
 @pytest.mark.slow

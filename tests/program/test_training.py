@@ -17,6 +17,7 @@ from qfleet import Callbacks
 from qfleet.core.errors import ConfigError, EnvironmentFault, QfleetError
 from qfleet.experiment import Experiment
 from qfleet.observe.sinks import read_jsonl
+from qfleet.runtime import checkpoint
 
 
 def events(run: qfleet.Run, name: str) -> list[dict[str, Any]]:
@@ -258,7 +259,7 @@ def test_evaluations_of_nothing_are_refused(wrong, tmp_path):
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(tmp_path):
     run = qfleet.train(short(), run_dir=tmp_path / "run")
-    newest, older = sorted((run.dir / "checkpoints").iterdir(), reverse=True)[:2]
+    older, newest = checkpoint.complete(run.dir / "checkpoints")[-2:]
     victim = newest / "replay-0.safetensors"
     victim.write_bytes(victim.read_bytes()[:-7])
     resumed = qfleet.resume(run.dir, env_steps=1400)

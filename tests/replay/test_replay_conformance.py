@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_replay import History, NaiveReplay, again, make_spec
 
-from qfleet.core import codec
 from qfleet.core.spec import EnvSpec, LeafSpec
 from qfleet.core.types import Priorities
 from qfleet.replay import (
@@ -26,6 +25,7 @@ from qfleet.replay import (
     UniformConfig,
 )  # fmt: skip
 from qfleet.replay.samplers import PrioritisedSampler
+from qfleet.runtime import checkpoint
 
 GAMMA = 0.9
 STORAGE = {"ram": RamConfig(), "mapped": MappedConfig(), "lz4": Lz4Config(smallest=1)}
@@ -44,6 +44,7 @@ cases = st.fixed_dictionaries(
         "segment": st.integers(3, 6),
         "spare": st.integers(1, 5),
         "end": st.sampled_from([0.05, 0.25, 0.9]),
+        "save": st.integers(1, 9),
         "window": st.none() | st.tuples(st.integers(1, 7), st.integers(0, 6), st.integers(1, 4)),
     }
 )
@@ -115,6 +116,14 @@ def assert_tree_matches_leaves(replay: Replay) -> None:
         assert replay.sampler.count == len(positive)
 
 
+def saved(replay: Replay, folder: Path) -> Any:
+    """Return the state of a replay as its files have it; those of a former time may be used again."""
+    directory = folder / "checkpoint"
+    directory.mkdir(exist_ok=True)
+    checkpoint.write_state(directory, "replay", replay.state_dict())
+    return checkpoint.read_state(directory, "replay")
+
+
 def sample(replay: Replay, size: int) -> Any:
     return replay.sample_sequences(size, 0.5) if replay.sequence else replay.sample(size, 0.5)
 
@@ -165,12 +174,14 @@ def test_a_saved_and_loaded_replay_continues_to_the_bit(
         patch.setenv("QFLEET_NO_NUMBA", "0" if numba else "1")
         first, _, history = build(case, sampler, storage, Path(folder))
         rng, held = np.random.default_rng(1), []
-        for _ in range(case["messages"]):
+        for number in range(case["messages"]):
             first.append(history.message())
             learn(first, rng, held)
+            if number % case["save"] == 0:
+                saved(first, Path(folder))
         second = make(first.config, first.spec, case, first.sequence, Path(folder))
         second.rng.random(3)
-        second.load_state_dict(codec.roundtrip(first.state_dict()))
+        second.load_state_dict(saved(first, Path(folder)))
         messages = [history.message() for _ in range(20)]
         results = []
         for replay in (first, second):

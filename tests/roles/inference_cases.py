@@ -43,6 +43,7 @@ class Wires:
     requests: list[Edge] = field(default_factory=list)
     replies: list[Edge] = field(default_factory=list)
     weights: Edge = field(default_factory=Edge)
+    orders: Edge = field(default_factory=Edge)
 
 
 def wires(clients: int, capacity: int = 2) -> Wires:
@@ -65,7 +66,8 @@ def server(
         device="cpu",
         code=UserCode(),
     )
-    return InferenceServer(setup, InferenceHandles(tuple(edges.requests), tuple(edges.replies), edges.weights))
+    handles = InferenceHandles(tuple(edges.requests), tuple(edges.replies), edges.weights, orders=edges.orders)
+    return InferenceServer(setup, handles)
 
 
 def request(sequence: int, rng: np.random.Generator, rows: int = 3) -> InferenceRequest:

@@ -48,6 +48,8 @@ class Edge:
     def total(self) -> int:
         return self.count
 
+    own = total
+
 
 def random_batch(rng: np.random.Generator, size: int = 16, reward: float | None = None) -> Batch:
     """A batch for SPEC; `reward` replaces every reward (NaN, say)."""

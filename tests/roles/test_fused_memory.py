@@ -15,7 +15,14 @@ from qfleet.experiment import with_changes
 from qfleet.presets import preset
 from qfleet.presets.algorithms import apply
 from qfleet.roles.fused import FusedSetup
-from qfleet.roles.fused.memory import MODEL_COPIES, data_bytes, device_memory, pass_bytes, require_memory
+from qfleet.roles.fused.memory import (
+    MODEL_COPIES,
+    data_bytes,
+    device_memory,
+    evaluation_bytes,
+    pass_bytes,
+    require_memory,
+)
 from qfleet.roles.fused.replay_loop import ReplayLoop
 from qfleet.setups import fused_setup
 
@@ -29,7 +36,7 @@ def setup(algo: str = "dqn", **changes: Any) -> FusedSetup:
 
 
 def need(run: FusedSetup) -> int:
-    return data_bytes(run)[0] + 4 * MODEL_COPIES * PARAMETERS + pass_bytes(run)
+    return data_bytes(run)[0] + 4 * MODEL_COPIES * PARAMETERS + pass_bytes(run) + evaluation_bytes(run)
 
 
 @pytest.mark.parametrize("algo", ["dqn", "prioritised", "pqn"])

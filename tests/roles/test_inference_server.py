@@ -13,7 +13,7 @@ from qfleet.algo.networks import build_network
 from qfleet.core import codec
 from qfleet.core.role import WORKED, Idle
 from qfleet.core.spec import PLAIN
-from qfleet.core.types import InferenceReply, InferenceRequest, Version
+from qfleet.core.types import InferenceReply, InferenceRequest, Orders, Version
 from qfleet.roles.served import ServedActing
 
 GREEDY = np.zeros(3, np.float32)
@@ -206,3 +206,24 @@ def test_a_request_without_room_is_sent_when_there_is_some():
     assert client.acting.answered() is None
     assert [message.sequence for message in edges.requests[0].queue] == [0]
     assert client.acting.wake_on == (edges.replies[0],)
+
+
+def test_orders_set_the_deadline_and_nobody_waits_for_environments_that_rest():
+    edges, rng = wires(4), np.random.default_rng(3)  # two actors with two groups of two environments
+    role = server(edges, rows=8, deadline_ms=1e4)
+
+    def answers(sequence: int, clients: tuple[int, ...]) -> bool:
+        for client in clients:
+            edges.requests[client].send(request(sequence, rng, 2))
+        return role.step() == WORKED
+
+    assert not answers(0, (0, 1)), "the other actor may still ask"
+    edges.orders.publish(Orders((4, 0), (1e4,)))
+    assert answers(1, ()), "it rests"
+    edges.orders.publish(Orders((2, 0), (1e4,)))
+    assert answers(2, (0,)), "one of the groups rests too"
+    edges.orders.publish(Orders((4, 4), (1e4,)))
+    assert not answers(3, (2,))
+    edges.orders.publish(Orders((4, 4), (0.0,)))
+    assert answers(4, ()), "the deadline has passed"
+    assert [len(edge.queue) for edge in edges.replies] == [2, 1, 1, 0]

@@ -44,7 +44,7 @@ def make_learner(accel: AccelConfig | None = None, **settings: object) -> tuple[
         code=UserCode(),
         accel=accel or AccelConfig(),
     )
-    handles = LearnerHandles(**{**edges, "batches": (edges["batches"],)})
+    handles = LearnerHandles(**{**edges, **{name: (edges[name],) for name in ("batches", "priorities")}})
     return Learner(setup, handles), edges
 
 

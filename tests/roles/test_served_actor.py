@@ -13,7 +13,7 @@ from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.exploration import EpsilonGreedyConfig
 from qfleet.core import codec
 from qfleet.core.role import DONE, WORKED, Idle
-from qfleet.core.types import Experience, Version
+from qfleet.core.types import Experience, Orders, Version
 from qfleet.core.usercode import UserCode
 from qfleet.envs import GymConfig, env_spec
 from qfleet.roles.actor import Actor, ActorConfig, ActorHandles, ActorSetup
@@ -55,6 +55,7 @@ def make_actor(
         env_steps=Edge(),
         requests=tuple(edges.requests[lines]) if kind == "served" else (),
         replies=tuple(edges.replies[lines]) if kind == "served" else (),
+        orders=Edge(),
     )
     return Actor(setup, handles), handles
 
@@ -178,3 +179,24 @@ def test_a_run_that_ends_within_a_message_sends_what_is_written_and_closes_every
     assert handles.experience.closed
     assert edges.requests[0].closed
     assert role.step() == DONE
+
+
+def test_a_served_actor_that_is_put_to_sleep_uses_what_it_has_asked_for_and_wakes_where_it_was():
+    edges = wires(2)
+    actor, handles = make_actor("served", PLAIN_AGENT, edges, groups=2)
+    role = make_server(edges, PLAIN_AGENT)
+
+    def go(rounds: int) -> list[Experience]:
+        for _ in range(rounds):
+            actor.step()
+            role.step()
+        return [handles.experience.receive() for _ in range(len(handles.experience.queue))]
+
+    assert go(10)
+    handles.orders.publish(Orders((0,)))
+    go(10)
+    assert actor.step().reason == "not needed now"
+    assert go(5) == []
+    assert not any(edge.queue for edge in edges.requests)
+    handles.orders.publish(Orders((4,)))
+    assert {int(stream) for message in go(10) for stream in message.stream} == {0, 1, 2, 3}

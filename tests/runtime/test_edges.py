@@ -6,6 +6,7 @@ import socket
 import tempfile
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from qfleet.runtime import framing
 from qfleet.runtime.channels import SharedCounter
 from qfleet.runtime.framing import Frame
 from qfleet.runtime.graph import Graph
+from qfleet.runtime.inline import LocalCells, LocalCounter
 from qfleet.runtime.latest import LatestPublisher, LatestSubscriber, create_latest
 from qfleet.runtime.mail import CALLER, MailReceiver, MailRoom, MailSender, find_routes
 from qfleet.runtime.memory import create
@@ -55,6 +57,20 @@ def test_frame_returns_what_it_was_given(shapes: list[tuple[str, list[int], bool
         assert got.flags.c_contiguous
         assert got.flags.aligned
         assert got.flags.writeable
+
+
+@given(st.lists(st.tuples(st.sampled_from(["<f4", ">f4", "<i4", "|b1"]), st.integers(0, 3)), min_size=1, max_size=20))
+@settings(deadline=None, max_examples=50)
+def test_frames_one_after_the_other_have_each_their_own_layout(forms: list[tuple[str, int]]) -> None:
+    buffer = framing.empty(4096)
+    for number, (dtype, size) in enumerate(forms):
+        sent = Priorities(np.arange(size), np.full((size, 2), number, dtype), np.full(3 - size, number, np.float32))
+        frame = Frame(sent)
+        frame.write(buffer)
+        for got in (framing.read(buffer), framing.read(framing.copy(buffer[: frame.nbytes]))):
+            for name in ("index", "generation", "priority"):
+                np.testing.assert_array_equal(getattr(got, name), getattr(sent, name))
+                assert getattr(got, name).dtype == getattr(sent, name).dtype
 
 
 def test_frame_refuses_what_would_lose_its_type() -> None:
@@ -204,14 +220,34 @@ def test_latest_value_goes_on_under_its_stamp(tmp_path: Path) -> None:
     assert seen.latest().version.number == 3
 
 
-def test_counter_is_the_sum_of_its_writers(tmp_path: Path) -> None:
-    create(tmp_path / "edge", 8 * 3)
-    cells = [SharedCounter(tmp_path / "edge", writer) for writer in range(3)]
+def shared_cells(folder: Path) -> list[Any]:
+    create(folder / "edge", 8 * 3)
+    return [SharedCounter(folder / "edge", writer) for writer in range(3)]
+
+
+def local_cells(folder: Path) -> list[Any]:
+    cells = LocalCells()
+    last = LocalCounter(cells, 2)
+    return [LocalCounter(cells, 0), LocalCounter(cells, 1), last]
+
+
+@pytest.mark.parametrize("make", [shared_cells, local_cells])
+def test_counter_is_the_sum_of_its_writers(make: Callable[[Path], list[Any]], tmp_path: Path) -> None:
+    cells = make(tmp_path)
     for writer, cell in enumerate(cells):
         for _ in range(10):
             cell.add(writer + 1)
     assert [cell.total() for cell in cells] == [60, 60, 60]
-    assert [cell.state() for cell in cells] == [10, 20, 30]
+    assert [cell.own() for cell in cells] == [10, 20, 30]
+
+
+@pytest.mark.parametrize(("saved", "own"), [([1, 2, 3], [1, 2]), (6, [6, 0])])
+def test_local_counter_goes_on_from_its_cells_or_from_the_sum_of_older_checkpoints(saved: Any, own: list[int]) -> None:
+    cells = LocalCells()
+    counters = [LocalCounter(cells, writer) for writer in range(2)]
+    cells.load(saved)
+    assert [counter.own() for counter in counters] == own
+    assert [counter.total() for counter in counters] == [6, 6]
 
 
 def mail_room(graph: Graph) -> tuple[MailRoom, deque[Any]]:

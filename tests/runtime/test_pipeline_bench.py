@@ -2,16 +2,93 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from qfleet.bench import pipeline
+from qfleet.bench import edges, overlap, pong
+from qfleet.bench.pace import Pace, measure_pace
 
 
-def test_each_figure_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"_MESSAGES": 20, "_REFRESHES": 8, "_PACED_S": 0.3}.items():
-        monkeypatch.setattr(pipeline, name, value)
-    frames, refresh, messages = pipeline.measure()
+def test_each_edge_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_MESSAGES": 20, "_REFRESHES": 8, "_PACED_S": 0.3, "_ROUNDS": 1}.items():
+        monkeypatch.setattr(edges, name, value)
+    frames, refresh, messages = edges.measure()
     assert 0.01 < float(frames.ours.split()[0]) < 100
     assert 0.1 < float(refresh.ours.split()[0]) < 1000
     assert 0 < float(messages.ours.rstrip("%")) < 100
     assert all(row.goal for row in (frames, refresh, messages))
+
+
+@pytest.mark.parametrize("placement", ["inline", "processes"])
+def test_the_pace_of_a_run_is_that_of_its_counters(placement: str) -> None:
+    pace = measure_pace(overlap.experiment(placement, period=16), overlap.CODE, seconds=1.5, warm_updates=1)
+    assert pace.env_steps > 0
+    assert pace.updates == pytest.approx(pace.env_steps / 16, abs=12)  # some are on their way
+    assert pace.steps_per_s <= pace.env_steps / 1.5
+    assert {"actor", "replay", "learner"} <= set(pace.busy_s)
+    assert 0 <= pace.busy_share("learner") <= 1
+
+
+def made_up(steps_per_s: float, actor: float, learner: float) -> Pace:
+    return Pace(steps_per_s, 100, 400, {"actor": actor, "learner": learner}, {"actor": 0.0, "learner": 1.0 - learner})
+
+
+def test_learning_is_made_to_cost_as_much_as_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(wanted: Any, code: Any, seconds: float) -> Pace:  # an update that costs 6 steps
+        rate = {"inline": 1000.0, "processes": 1700.0}[wanted.placement]
+        return made_up(rate, 1.0, 6 / wanted.learner.train_period)
+
+    monkeypatch.setattr(overlap, "measure_pace", run)
+    assert overlap.calibrated(1.0) == (pytest.approx(6.0), pytest.approx(1.0))
+    (row,) = overlap.measure(1.0, rounds=1)
+    assert row.ratio == pytest.approx(1.7)
+    assert row.met is True
+
+
+def test_a_calibration_that_fails_meets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "measure_pace", lambda *_: made_up(1000.0, 1.0, 2.0))
+    (row,) = overlap.measure(1.0, rounds=1)
+    assert row.met is None
+
+
+def test_pong_stands_beside_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peer(python: Path, script: str, *words: str) -> dict[str, float]:
+        assert (Path("benchmarks/peers") / script).is_file()
+        return {
+            "steps_per_s": (400.0 if "--acting-only" in words else 60.0) + float(words[words.index("--threads") + 1])
+        }
+
+    monkeypatch.setattr(pong, "train", lambda threads, seconds: made_up(100.0 * threads, 0.1, 0.97))
+    monkeypatch.setattr(pong, "act", lambda threads, seconds: 1000.0 * threads)
+    monkeypatch.setattr(pong, "run_peer", peer)
+    monkeypatch.setattr(pong, "peer_python", lambda environment: Path("python"))
+    monkeypatch.setattr(pong, "_threads", lambda: [1, 2])
+    busy, training, acting = pong.measure(rounds=2)
+    assert busy.met is True
+    assert busy.ours == "97.0%"
+    assert training.ratio == pytest.approx(200 / 62)
+    assert training.met is True
+    assert acting.ratio == pytest.approx(2000 / 402)
+    assert acting.met is False
+
+
+def test_pong_without_a_peer_has_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pong, "train", lambda threads, seconds: made_up(100.0, 0.1, 0.9))
+    monkeypatch.setattr(pong, "act", lambda threads, seconds: 1000.0)
+    rows = pong.measure(rounds=1)
+    assert [row.ratio for row in rows] == [None] * 3
+    assert [row.met for row in rows] == [False, None, None]
+
+
+def test_both_sides_play_by_the_same_settings() -> None:
+    pytest.importorskip("ale_py")
+    ours = pong.experiment()
+    script = Path("benchmarks/peers/sb3_pong.py").read_text()
+    assert (ours.learner.batch_size, ours.learner.train_period) == (32, 4)
+    assert ours.agent.target.period * ours.learner.train_period == 1_000
+    for setting in ("batch_size=32", "PERIOD = 4", "target_update_interval=1_000", "buffer_size=10_000"):
+        assert setting in script
+    assert (ours.env.sticky_actions, ours.env.noop_max, ours.env.life_loss) == (0.25, 0, False)
+    assert ours.replay.capacity == 10_000

@@ -35,9 +35,15 @@ class _File(Config):
 
 
 def cache_path() -> Path:
-    """Return the file: in QFLEET_CACHE, or in qfleet/ of XDG_CACHE_HOME or of ~/.cache."""
+    """Return the file: in QFLEET_CACHE, or in qfleet/ of XDG_CACHE_HOME or of ~/.cache.
+
+    A user without a home, as in some containers, has it among the temporary files.
+    """
     own, shared = os.environ.get("QFLEET_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    directory = Path(own) if own else Path(shared or Path.home() / ".cache") / "qfleet"
+    try:
+        directory = Path(own) if own else Path(shared or Path.home() / ".cache") / "qfleet"
+    except RuntimeError:
+        directory = Path(tempfile.gettempdir()) / f"qfleet-{os.getuid()}"
     return directory / "choices.json"
 
 

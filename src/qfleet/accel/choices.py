@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qfleet.accel import steps
-from qfleet.accel.choose import Workload, resolve
+from qfleet.accel.choose import Choice, Workload, resolve
 from qfleet.accel.config import AccelConfig
 from qfleet.accel.convolutions import compute_by_products
 from qfleet.accel.gradients import WrappedGradient, can_compile
 from qfleet.accel.hardware import Hardware, look, why_no_cuda
-from qfleet.accel.mlp import MlpForward, MlpGradient, compiles_loops
+from qfleet.accel.mlp import MlpForward, MlpGradient, compiles_loops, why_not_compiled
 from qfleet.accel.mlp import supports as is_small_mlp
 from qfleet.accel.precision import ROUNDED, LossScale, autocast, set_deterministic, set_matrix_format
 from qfleet.accel.table import Settings
@@ -25,7 +26,7 @@ from qfleet.algo.networks import QNetwork
 from qfleet.algo.optim import OptimConfig
 from qfleet.algo.steps import GradientStep, StepFactory
 
-CHANGED = "resumed with other settings of accel than it was saved with: it goes on, but not to the byte"
+CHANGED = "computed in another way than before it was cut (accel, or numba): it goes on, but not to the byte"
 """What to tell a person whose run is computed in another way than before."""
 
 
@@ -40,6 +41,8 @@ class Job:
     workload: Workload
     barred: Mapping[str, str] = field(default_factory=dict)
     """Settings that whoever computes it cannot use, with the reason."""
+    former: Settings | None = None
+    """What a run that goes on was computed with before."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,13 @@ class Choices:
     """What losses are multiplied by, in float16."""
     small_cnn: bool = False
     """Whether the network is the small convolutional one that has kernels of its own on a GPU."""
+    loops: bool = False
+    """Whether numba compiled the loops of a small network."""
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What the last bits of the run's numbers depend on, as it is saved."""
+        return {**self.settings.model_dump(), "loops": self.loops}
 
     @property
     def recorded(self) -> bool:
@@ -89,23 +99,19 @@ def choose(job: Job, network: QNetwork) -> Choices:
     Keeping channels last is a change of the network, which must not have been copied for a target yet.
     """
     hardware = look(job.device)
-    choice = resolve(job.accel, hardware, job.workload, {**_obstacles(job, network), **job.barred})
+    obstacles = {**_obstacles(job, network), **job.barred}
+    choice = resolve(job.accel, hardware, job.workload, obstacles, job.former)
     settings = choice.settings
     small = hardware.kind == "cpu" and settings.kernels
     scale = LossScale(next(network.parameters()).device) if settings.precision == "fp16" else None
     if hardware.kind != "cpu":
         set_matrix_format(settings.precision)
-    if hardware.kind == "cuda" and job.accel.deterministic:
-        set_deterministic()
+    if hardware.kind == "cuda" or not job.accel.deterministic:
+        set_deterministic(job.accel.deterministic)
     if settings.channels_last:
         keep_channels_last(network)
     elif settings.compile and hardware.kind == "cuda":
         compute_by_products(network)
-    line = choice.line(hardware)
-    if small and compiles_loops():
-        line = f"{line}; loops compiled by numba"
-    if hardware.kind == "cpu" and (reason := why_no_cuda()):
-        line = f"{line}; no CUDA: {reason}"
     small_cnn = hardware.kind == "cuda" and settings.kernels and scale is None and _is_small_cnn(network, job)
     gradient: GradientFactory
     if small:
@@ -114,7 +120,21 @@ def choose(job: Job, network: QNetwork) -> Choices:
         gradient = partial(_small_cnn_gradient, settings=settings)
     else:
         gradient = _gradient(job.agent, hardware, settings, network, scale)
-    return Choices(settings, gradient, _stepper(settings, job.optim, small, scale), small, line, scale, small_cnn)
+    stepper, loops = _stepper(settings, job.optim, small, scale), small and compiles_loops()
+    return Choices(settings, gradient, stepper, small, _line(choice, hardware, small), scale, small_cnn, loops)
+
+
+def _line(choice: Choice, hardware: Hardware, small: bool) -> str:
+    """Return the choice for a person, with what else decides the speed of a run on a CPU."""
+    parts = [choice.line(hardware)]
+    if small:
+        problem = why_not_compiled()
+        parts.append(f"loops not compiled: {problem}" if problem else "loops compiled by numba")
+        if not problem and (lost := _why_not_kept()):
+            parts.append(f"compiled anew in every process: {lost}")
+    if hardware.kind == "cpu" and (reason := why_no_cuda()):
+        parts.append(f"no CUDA: {reason}")
+    return "; ".join(parts)
 
 
 def _gradient(
@@ -141,7 +161,13 @@ def _stepper(settings: Settings, optim: OptimConfig, small: bool, scale: LossSca
     return GradientStep if scale is None else partial(steps.ScaledStep, scale=scale)
 
 
-# Triton is an optional dependency, and loading it costs time: what uses it is imported where it is chosen.
+# Triton and numba are optional, and loading them costs time: what uses them is imported where it is chosen.
+
+
+def _why_not_kept() -> str:
+    from qfleet.core.compiling import why_not_kept
+
+    return why_not_kept()
 
 
 def _is_nature(network: QNetwork, agent: DeepAgent) -> bool:

@@ -98,20 +98,39 @@ def key_of(hardware: Hardware, workload: Workload) -> cache.Key:
     }
 
 
-def resolve(config: AccelConfig, hardware: Hardware, workload: Workload, obstacles: Mapping[str, str]) -> Choice:
-    """Return the settings to use. `obstacles` are those of the model: settings it cannot use, with the reason."""
-    entry, complaint = cache.find(key_of(hardware, workload))
-    if entry is not None:
-        base, why = entry.settings, entry.why
-    else:
-        base, why = shipped(hardware, workload.agent["kind"], workload.inputs)
+def resolve(
+    config: AccelConfig,
+    hardware: Hardware,
+    workload: Workload,
+    obstacles: Mapping[str, str],
+    former: Settings | None = None,
+) -> Choice:
+    """Return the settings to use. `obstacles` are those of the model: settings it cannot use, with the reason.
+
+    A run that goes on keeps its `former` settings, whatever probes found since.
+    """
+    base, why, complaint = _base(hardware, workload, former)
     given = explicit(config)
+    wanted: Settings = base.replace(**given)
     if given:
         names = ", ".join(f"accel.{name}" for name in given)
+        if wanted != base:
+            why = why.partition(": ")[0]  # the speed that a probe found is that of its own settings
         why = f"{names} set" if len(given) == len(Settings.model_fields) else f"{why}; {names} set"
-    wanted: Settings = base.replace(**given)
     settings, notes = restrict(wanted, {**obstacles, **hardware.obstacles}, hardware.kind)
+    if hardware.kind == "cpu" and config.graph_updates:
+        notes = (*notes, "accel.graph_updates has no effect: nothing is recorded on a CPU")
     return Choice(settings, why, (*notes, complaint) if complaint else notes)
+
+
+def _base(hardware: Hardware, workload: Workload, former: Settings | None) -> tuple[Settings, str, str]:
+    """Return the settings that explicit ones change, where they come from, and a complaint about the cache."""
+    if former is not None:
+        return former, "as before the run was cut", ""
+    entry, complaint = cache.find(key_of(hardware, workload))
+    if entry is not None:
+        return entry.settings, entry.why, complaint
+    return *shipped(hardware, workload.agent["kind"], workload.inputs), complaint
 
 
 def explicit(config: AccelConfig) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from typing import Any, TypeVar, cast
 
 import numba
 
+from qfleet.core.compiling import cached
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 FLOATS, INTS, BOOLS = "float32[::1]", "int64[::1]", "boolean[::1]"
@@ -24,10 +26,12 @@ def compiled(*types: str, result: str = "void") -> Callable[[F], F]:
 
     Sums may be reordered and products contracted, always in the same way on the same machine.
     """
-    wrap = numba.njit(f"{result}({','.join(types)})", cache=True, error_model="numpy", fastmath=_REORDERED)
-    return cast("Callable[[F], F]", wrap)
+    return cached(f"{result}({','.join(types)})", error_model="numpy", fastmath=_REORDERED)
 
 
 def part(function: F) -> F:
-    """Return a function that compiled ones of the same file may call; it becomes part of them."""
-    return cast("F", numba.njit(function, error_model="numpy", fastmath=_REORDERED))
+    """Return a function that compiled ones of the same file may call; it becomes part of them.
+
+    Always: compiled apart, it would round otherwise in a process that compiles than in one that finds the cache filled.
+    """
+    return cast("F", numba.njit(function, error_model="numpy", fastmath=_REORDERED, forceinline=True))

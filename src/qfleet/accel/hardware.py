@@ -46,6 +46,14 @@ def look(device: torch.device) -> Hardware:
     return Hardware(kind, torch.cuda.get_device_name(device) if kind == "rocm" else kind, obstacles=only)
 
 
+def why_no_device(kind: str) -> str:
+    """Return why torch has no device of this kind (cuda, mps or xpu) here; empty if there is one."""
+    if kind == "cuda":
+        return "" if torch.cuda.is_available() else f"torch sees no CUDA device here ({why_no_cuda()})"
+    available = torch.backends.mps.is_available() if kind == "mps" else torch.xpu.is_available()
+    return "" if available else f"torch sees no {kind.upper()} device here"
+
+
 def why_no_cuda() -> str:
     """Return why torch has no CUDA device here, in its own words where it has some; empty if there is one."""
     if torch.cuda.is_available():
@@ -64,14 +72,20 @@ def cuda_obstacles(capability: tuple[int, int]) -> dict[str, str]:
     obstacles = {}
     if capability < ROUNDED:
         obstacles["precision"] = "tf32 and bf16 need compute capability 8.0"
-    missing = ""
-    if importlib.util.find_spec("triton") is None:
-        missing = "Triton is not installed"
-    elif not has_compiler("CC", ("gcc", "clang")):
-        missing = "no C compiler found, which Triton needs"
-    if missing:
+    if missing := _why_no_triton():
         obstacles |= {"kernels": missing, "compile": missing}
     return obstacles
+
+
+def _why_no_triton() -> str:
+    """Return what keeps Triton from being used here; empty if nothing does."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    try:
+        importlib.import_module("triton")
+    except Exception as error:  # a version that does not fit Python, a library that does not load
+        return f"Triton cannot be imported ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+    return "" if has_compiler("CC", ("gcc", "clang")) else "no C compiler found, which Triton needs"
 
 
 def has_compiler(variable: str, names: Iterable[str]) -> bool:

@@ -22,7 +22,7 @@ from qfleet.algo.inputs import Inputs
 from qfleet.algo.networks import QNetwork
 from qfleet.algo.torsos import Torso
 from qfleet.core.tensors import TensorBatch
-from qfleet.replay.sumtree import use_numba
+from qfleet.replay.sumtree import why_no_numba
 
 _BLOCKS = ((nn.Linear,), (nn.Linear, nn.ReLU), (nn.Linear, nn.LayerNorm, nn.ReLU))
 """What a layer may be made of. The types are exact: a layer with a spectral norm is of a subclass."""
@@ -111,11 +111,16 @@ class Ways(NamedTuple):
 
 def compiles_loops() -> bool:
     """Return whether loops are compiled here: numba may be used and torch's matrix library is found."""
-    if not use_numba():
-        return False
+    return not why_not_compiled()
+
+
+def why_not_compiled() -> str:
+    """Return what keeps loops from being compiled here; empty if nothing does."""
+    if reason := why_no_numba():
+        return reason
     from qfleet.accel.cpu_network import library
 
-    return library() is not None
+    return "" if library() is not None else "torch's matrix library is not found"
 
 
 def ways() -> Ways:

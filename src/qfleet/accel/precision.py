@@ -17,6 +17,9 @@ ROUNDED: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.f
 SMALLEST, LARGEST = 1.0, 2.0**24
 """Bounds of a loss scale."""
 
+_before: list[tuple[bool, bool, bool, bool]] = []
+"""The process's switches before it was made deterministic, once it is."""
+
 
 def set_matrix_format(precision: Precision) -> None:
     """Let float32 products on this process's GPU be rounded to 10 bits (tf32), or not (fp32)."""
@@ -24,13 +27,23 @@ def set_matrix_format(precision: Precision) -> None:
     torch.backends.cudnn.allow_tf32 = precision != "fp32"
 
 
-def set_deterministic() -> None:
-    """Let this process's GPU use only operations that give the same bits every time."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS has no other switch
-    torch.use_deterministic_algorithms(True)
-    # Nobody here reads what was never written, so it need not be filled.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+def set_deterministic(wanted: bool) -> None:
+    """Let this process's GPU use only operations that give the same bits every time, or again what it used before."""
+    cudnn, memory = torch.backends.cudnn, torch.utils.deterministic
+    if wanted:
+        if not _before:
+            enabled = torch.are_deterministic_algorithms_enabled()
+            filled: bool = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
+            _before.append((enabled, cudnn.deterministic, cudnn.benchmark, filled))
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS has no other switch
+        torch.use_deterministic_algorithms(True)
+        # Nobody here reads what was never written, so it need not be filled.
+        memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        cudnn.deterministic, cudnn.benchmark = True, False
+    elif _before:
+        enabled, cudnn.deterministic, cudnn.benchmark, filled = _before.pop()
+        torch.use_deterministic_algorithms(enabled)
+        memory.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:

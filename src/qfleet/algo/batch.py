@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -11,15 +14,20 @@ from qfleet.core.types import Array, Batch, Leaves
 
 def to_tensors(batch: Batch, device: torch.device) -> TensorBatch:
     """Return the batch on the device; on the CPU the tensors share the arrays' memory."""
+    return assemble(batch, partial(to_tensor, device=device))
+
+
+def assemble(batch: Batch, put: Callable[[Array], Tensor]) -> TensorBatch:
+    """Return the batch with what `put` makes of each of its arrays, which are put in a fixed order."""
     return TensorBatch(
-        observation=leaves_to_tensors(batch.observation, device),
-        action=to_tensor(batch.action, device),
-        reward=to_tensor(batch.reward, device),
-        discount=to_tensor(batch.discount, device),
-        next_observation=leaves_to_tensors(batch.next_observation, device),
-        weight=to_tensor(batch.weight, device),
-        mask=None if batch.mask is None else to_tensor(batch.mask, device),
-        next_mask=None if batch.next_mask is None else to_tensor(batch.next_mask, device),
+        observation={name: put(leaf) for name, leaf in batch.observation.items()},
+        action=put(batch.action),
+        reward=put(batch.reward),
+        discount=put(batch.discount),
+        next_observation={name: put(leaf) for name, leaf in batch.next_observation.items()},
+        weight=put(batch.weight),
+        mask=None if batch.mask is None else put(batch.mask),
+        next_mask=None if batch.next_mask is None else put(batch.next_mask),
         size=batch.global_size or len(batch.action),
     )
 

@@ -6,6 +6,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from qfleet.algo.agent import AgentConfig, ReplayAgent, RolloutAgent, TabularAgent
 from qfleet.algo.heads import (
@@ -28,7 +29,7 @@ from qfleet.core.errors import ConfigError
 from qfleet.core.seeding import sequence, torch_stream
 from qfleet.core.spec import EnvSpec
 
-__all__ = ["NetworkConfig", "QNetwork", "build_network"]
+__all__ = ["NetworkConfig", "QNetwork", "build_network", "foreign_randomness"]
 
 
 class QNetwork(nn.Module):
@@ -172,6 +173,17 @@ def build_network(
         network = QNetwork(config, agent, spec, custom)
     network.set_generator(torch_stream(seed, "network", purpose="layers"))
     return network
+
+
+def foreign_randomness(network: nn.Module) -> str:
+    """Return a warning of layers that draw from torch's global stream, which no checkpoint has; empty without any."""
+    kinds = {type(module).__name__ for module in network.modules() if isinstance(module, _DropoutNd | nn.RReLU)}
+    if not kinds:
+        return ""
+    return (
+        f"the network has torch's own {', '.join(sorted(kinds))}, whose random numbers are not the run's: it will not"
+        " repeat or resume to the byte; qfleet.algo.layers.Dropout would"
+    )
 
 
 def _build_head(config: DeepConfig, agent: AgentConfig, features: int, actions: int) -> Head:

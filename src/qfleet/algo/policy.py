@@ -133,7 +133,10 @@ def _as_leaf(name: str, value: Any, leaf: LeafSpec) -> Array:
     """Return what the network takes for one leaf; raises ValueError for values that it was never trained on."""
     array, dtype = _as_numbers(name, value), np.dtype(leaf.dtype)
     if array.dtype.kind == "f" and dtype.kind != "f":
-        raise ValueError(f"'{name}' is {array.dtype} but the model was trained on raw {leaf.dtype}: pass it unscaled")
+        raise ValueError(
+            f"'{name}' is {array.dtype} but the model was trained on raw {leaf.dtype}: pass it unscaled and not"
+            " converted, as the environment gives it"
+        )
     shape = array.shape[-len(leaf.shape) :] if leaf.shape else ()
     if shape != leaf.shape or array.ndim not in (len(leaf.shape), len(leaf.shape) + 1):
         raise ValueError(

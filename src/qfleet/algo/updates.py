@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -171,6 +172,8 @@ class ReplayUpdate(DeepUpdate):
         self.target_flat = FlatParameters(self.target)
         step.watch(self.target_flat, agent.target)
         self._gradient = gradient(agent, self.flat, online, self.target)
+        self.seen: Callable[[TensorBatch], TensorBatch] | None = None
+        """Puts observations in the place of the rows that batches have instead; None for batches that have them."""
 
     def __call__(self, message: Batch) -> UpdateResult:
         """Learn from one batch."""
@@ -181,6 +184,8 @@ class ReplayUpdate(DeepUpdate):
 
     def learn(self, batch: TensorBatch) -> Learned:
         """Learn from one batch that is on the device."""
+        if self.seen is not None:
+            batch = self.seen(batch)
         if self._agent.noisy:
             self.online.resample_noise(self._generator)
             self.target.resample_noise(self._generator)
@@ -225,29 +230,57 @@ class RolloutUpdate(DeepUpdate):
         self._agent = agent
         self._gradient = gradient(agent, self.flat, online, None)
         self._minibatch = self._gradient.regression_of if isinstance(self._gradient, GathersRows) else self._of_copies
+        self._empty = torch.zeros((), dtype=torch.int64, device=self._device)
 
     def __call__(self, message: Rollout) -> UpdateResult:
         """Learn from one rollout; ticks that only reset an environment are left out."""
         return self.learn(rollout_tensors(self._agent, self.online, message, self._device))
 
     def learn(self, data: RolloutTensors) -> UpdateResult:
-        """Learn from the samples of one rollout that are on the device."""
+        """Learn from the samples of one rollout that are on the device; a minibatch without any weight is left out."""
+        samples, batches = len(data.action), min(self._agent.minibatches, len(data.action))
+        if not samples:
+            return UpdateResult(0)
+        weight = data.weight if self._may_lack_weight(samples) else None
         made, losses, norms, values = 0, [], [], []
         for _ in range(self._agent.epochs):
-            order = torch.randperm(len(data.action), generator=self._generator, device=self._device)
-            for chosen in order.tensor_split(self._agent.minibatches):
+            order = torch.randperm(samples, generator=self._generator, device=self._device)
+            for chosen in order.tensor_split(batches):
                 loss, value = self._minibatch(data, chosen)
+                if weight is not None:
+                    loss, value = self._of_any(weight[chosen], loss, value)
                 stepped, norm = self._step(loss)
                 made += stepped is not False
                 losses.append(loss)
                 norms.append(norm)
                 values.append(value)
-        total = self._agent.epochs * self._agent.minibatches
         if made:
             self.online.observe(data.observation)
         metrics = {"loss": losses, "grad_norm": norms, "q_mean": values}
-        means = {name: torch.stack(items).mean() for name, items in metrics.items()}
-        return UpdateResult(made, skipped=total - made, metrics=means)
+        mean = torch.mean if weight is None else torch.nanmean
+        means = {name: mean(torch.stack(items)) for name, items in metrics.items()}
+        return UpdateResult(made, skipped=self._agent.epochs * batches - made, metrics=means)
+
+    def take_empty(self) -> int:
+        """Return how many minibatches since the last call were left out for lack of weight. Waits for the device."""
+        count = int(self._empty.item())
+        self._empty.zero_()
+        return count
+
+    def _may_lack_weight(self, samples: int) -> bool:
+        """Return whether a minibatch of only resets can turn up in anyone's lifetime."""
+        ticks = self._agent.rollout_length
+        resets = math.ceil(ticks / 2) / ticks  # between two resets an environment makes a step
+        return bool(resets ** (samples // self._agent.minibatches) > 2**-64)
+
+    def _of_any(self, weight: Tensor, loss: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean loss and value as they are, or as no numbers without any weight: then no step is made.
+
+        A step along a gradient of 0 would still move the weights, by momentum.
+        """
+        empty = weight.sum() == 0
+        self._empty.add_(empty)
+        return loss.masked_fill(empty, math.nan), value.masked_fill(empty, math.nan)
 
     def _of_copies(self, data: RolloutTensors, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the gradient of the samples with the numbers `chosen`; return their mean error and mean value."""

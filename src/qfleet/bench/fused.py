@@ -97,6 +97,7 @@ def cartpole_dqn() -> Experiment:
         {
             "env.reward_scale": 0.002,
             "env_steps": 10**8,
+            "evaluation.every": 10**8,
             "agent.gamma": 0.99,
             "agent.target": SoftTargetConfig(tau=0.03),
             "exploration": EpsilonGreedyConfig(start=1.0, end=0.05, steps=2_000),
@@ -136,10 +137,12 @@ def _beside(
 ) -> Row:
     """Put our loop beside an eager one where its script is."""
     there, ours, theirs = script.is_file(), [], []
-    for _ in range(rounds):
+    for done in range(rounds):
         ours.append(_best_threads(experiment, seconds))
+        _say(f"{what}, round {done + 1} of {rounds}: {ours[-1]:,.0f} steps/s")
         if there:
             theirs.append(eager())
+            _say(f"  {script.name}: {theirs[-1]:,.0f} steps/s")
     rate, peer = statistics.median(ours), statistics.median(theirs) if theirs else None
     ratio = rate / peer if peer else None
     return Row(
@@ -150,6 +153,11 @@ def _beside(
         goal=f"ratio {goal:g}",
         met=None if ratio is None else ratio >= goal,
     )
+
+
+def _say(text: str) -> None:
+    """Tell whoever waits what was just measured; the table comes at the end, on the other stream."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _best_threads(experiment: Experiment, seconds: float) -> float:
@@ -179,6 +187,7 @@ def _on_gpu(seconds: float) -> list[Row]:
     )
     rows = []
     for what, experiment, floor, goal in works:
+        _say(what)
         rate = loop_rate(build_loop(experiment), seconds) / 1e6
         text = f"at least {floor:g} M, aim {goal:g} M"
         rows.append(Row(what, f"{rate:.2f} M learned steps/s", goal=text, met=rate >= floor))

@@ -53,7 +53,7 @@ class Busy(gymnasium.Env[Any, Any]):
         return self._shown, 0.0, False, False, {}
 
 
-class _Nowhere:
+class Nowhere:
     """Every end of an actor's edges: takes all, holds nothing, counts steps."""
 
     def __init__(self) -> None:
@@ -78,6 +78,10 @@ class _Nowhere:
     def add(self, amount: int) -> None:
         """Count."""
         self.steps += amount
+
+    def own(self) -> int:
+        """Return the count."""
+        return self.steps
 
     def total(self) -> int:
         """Return the count."""
@@ -108,7 +112,7 @@ def rates(seconds: float, groups: int) -> tuple[float, float]:
         turns: list[list[float]] = [[], []]
         for turn in range(max(2, round(seconds / 0.5))):
             for at, (actor, counter) in enumerate(actors):
-                rate = _rate(actor, counter, 0.5)
+                rate = actor_rate(actor, counter, 0.5)
                 if turn:  # the first one warms up
                     turns[at].append(rate)
         return statistics.median(turns[0]), statistics.median(turns[1])
@@ -117,15 +121,16 @@ def rates(seconds: float, groups: int) -> tuple[float, float]:
             actor.close()
 
 
-def _rate(actor: Actor, counter: _Nowhere, seconds: float) -> float:
+def actor_rate(actor: Actor, counter: Nowhere, seconds: float) -> float:
+    """Return the steps a second of an actor that counts them there."""
     before, began = counter.steps, time.perf_counter()
     while (spent := time.perf_counter() - began) < seconds:
         actor.step()
     return (counter.steps - before) / spent
 
 
-def _actor(factory: Callable[[], Busy], groups: int) -> tuple[Actor, _Nowhere]:
-    env, agent, counter = GymConfig(id="busy", vectorisation="async"), ReplayAgent(), _Nowhere()
+def _actor(factory: Callable[[], Busy], groups: int) -> tuple[Actor, Nowhere]:
+    env, agent, counter = GymConfig(id="busy", vectorisation="async"), ReplayAgent(), Nowhere()
     setup = ActorSetup(
         actor=ActorConfig(envs=ENVS, unroll=4, groups=groups),
         env=env,
@@ -139,4 +144,4 @@ def _actor(factory: Callable[[], Busy], groups: int) -> tuple[Actor, _Nowhere]:
         env_steps=10**15,
         code=UserCode(env=factory),
     )
-    return Actor(setup, ActorHandles(experience=_Nowhere(), weights=_Nowhere(), env_steps=counter)), counter
+    return Actor(setup, ActorHandles(experience=Nowhere(), weights=Nowhere(), env_steps=counter)), counter

@@ -23,7 +23,7 @@ class BenchOptions(Config):
 
     suite: Literal["all", "solve", "replay", "learner", "envs", "fused", "pipeline", "inference", "stragglers", "start"]
     """What to measure: solve (CartPole to 475), replay (cycles, memory), learner (updates), envs (tensor-native games),
-    fused (whole loops), pipeline (edges between processes), start (import, host loop), or all."""
+    fused (whole loops), pipeline (processes: edges, gain, Pong), start (import, host loop), or all."""
     peers: Path | None = None
     """Environment with the peers, made by benchmarks/peers/setup.sh; without it only our figures are measured."""
     seeds: int = Field(10, gt=0)
@@ -58,7 +58,7 @@ def run(words: Sequence[str]) -> int:
         "envs": envs.measure,
         "learner": learner.measure,
         "fused": lambda: fused.measure(given.peers),
-        "pipeline": pipeline.measure,
+        "pipeline": lambda: pipeline.measure(given.peers),
         "inference": inference.measure,
         "stragglers": stragglers.measure,
         "replay": lambda: replay.measure(given.peers),

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -18,9 +18,12 @@ from qfleet.cli.helptext import help_page
 from qfleet.cli.settings import settings_of
 from qfleet.core.config import Config
 
+if TYPE_CHECKING:
+    from qfleet.accel.cache import Entry
+
 USAGE = "qfleet doctor [--json]"
 EXTRAS = {
-    "fast": (("numba",), "compiled replay trees on the CPU: several times faster prioritised sampling"),
+    "fast": (("numba",), "compiled loops on the CPU: prioritised replay and fused runs, several times faster"),
     "atari": (("ale_py",), "Atari games"),
     "box2d": (("Box2D",), "LunarLander and other Box2D environments"),
     "envpool": (("envpool",), "environments stepped by EnvPool's threads"),
@@ -82,7 +85,7 @@ def _accel() -> dict[str, Any]:
 
     from qfleet.accel import cache
     from qfleet.accel.hardware import UNTESTED, look
-    from qfleet.accel.table import shipped
+    from qfleet.accel.table import EAGER, shipped
 
     hardware = look(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     entries, complaint = cache.read()
@@ -91,18 +94,38 @@ def _accel() -> dict[str, Any]:
         for agent in ("rollout", "replay")
         for inputs in ("vectors", "images")
     }
+    if hardware.kind == "cpu":
+        table = shipped(hardware, "replay", "vectors")
+        rows = {"small dense networks": table, "all others": (EAGER, table[1])}
     return {
         "device": f"{hardware.kind} ({hardware.name})",
         "usable": {name: hardware.obstacles.get(name, "yes") for name in ("precision", "compile", "kernels", "graphs")},
         "shipped": {name: f"{settings.words(hardware.kind)} ({why})" for name, (settings, why) in rows.items()},
-        "cached": {"path": str(cache.cache_path()), "choices": len(entries), "complaint": complaint},
+        "cached": {
+            "path": str(cache.cache_path()),
+            "choices": [_probed(entry) for entry in entries],
+            "complaint": complaint,
+        },
         "untested": list(UNTESTED),
     }
 
 
+def _probed(entry: Entry) -> str:
+    """Return what a probe found and for what, in one line."""
+    work, (kind, *name) = entry.key.get("workload", {}), entry.key.get("hardware", [""])
+    leaves = ", ".join("x".join(map(str, leaf["shape"])) for leaf in work.get("observations", {}).values())
+    network = work.get("network", {}).get("kind", "?")
+    what = f"{work.get('agent', {}).get('kind', '?')} agent, {network} on {leaves or '?'}, {work.get('envs', '?')} envs"
+    return f"{what}, {' '.join(map(str, name[:1])) or '?'}: {entry.settings.words(kind)} ({entry.why})"
+
+
 def _extra(modules: Sequence[str], purpose: str) -> dict[str, Any]:
+    from qfleet.replay.sumtree import numba_problem
+
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
-    return {"present": not missing, "missing": missing, "enables": purpose}
+    # Only numba is known to be installed and unusable: it refuses versions of NumPy that are newer than itself.
+    broken = numba_problem() if "numba" in modules and not missing else ""
+    return {"present": not missing and not broken, "missing": missing, "broken": broken, "enables": purpose}
 
 
 def _space(path: Path) -> dict[str, Any]:
@@ -138,8 +161,8 @@ def _text(findings: dict[str, Any]) -> str:
     lines += _accel_lines(findings["accel"])
     lines += ["extras (pip install 'qfleet[NAME]')"]
     for name, extra in findings["extras"].items():
-        state = "yes" if extra["present"] else f"no ({', '.join(extra['missing'])} missing)"
-        lines.append(f"  {name:<9} {state:<28} {extra['enables']}")
+        reason = extra["broken"] or f"{', '.join(extra['missing'])} missing"
+        lines.append(f"  {name:<9} {'yes' if extra['present'] else f'no ({reason})':<28} {extra['enables']}")
     lines += ["writable"]
     for name, place in findings["writable"].items():
         lines.append(f"  {'yes' if place['writable'] else 'NO ':<4} {name}: {place['path']}")
@@ -153,6 +176,7 @@ def _accel_lines(accel: dict[str, Any]) -> list[str]:
     for text in dict.fromkeys(accel["shipped"].values()):
         names = [name for name, same in accel["shipped"].items() if same == text]
         lines.append(f"  shipped, where it fits: {text} for {', '.join(names)}")
-    lines += [f"  {cached['choices']} choices of `qfleet probe` in {cached['path']}"]
+    lines += [f"  {len(cached['choices'])} choices of `qfleet probe` in {cached['path']}"]
+    lines += [f"    {choice}" for choice in cached["choices"]]
     lines += [f"  {cached['complaint']}"] if cached["complaint"] else []
     return [*lines, f"  {', '.join(accel['untested'])}: the device-agnostic code, untested"]

@@ -23,26 +23,29 @@ class InternalError(QfleetError):
 
 
 class InterruptWatch:
-    """Remembers a Ctrl-C whose KeyboardInterrupt got lost.
+    """Makes SIGTERM a Ctrl-C, and remembers one whose KeyboardInterrupt got lost.
 
     The initialisation of compiled modules, such as torch, drops it and leaves its work unfinished; then anything fails.
     """
 
     def __init__(self) -> None:
         self.seen = False
+        self.note = ""
+        """What an interrupt now would leave behind, for a person."""
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Watch during one command; only the main thread can, elsewhere nothing changes."""
-        self.seen = False
+        self.seen, self.note = False, ""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGINT, self._interrupt)
+        before = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def caused(self, error: BaseException | None) -> bool:
         """Return whether an error is a Ctrl-C or comes from one."""
@@ -67,6 +70,8 @@ def crash_file_in(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except (QfleetError, KeyboardInterrupt):
+        if any((run_dir / "checkpoints").glob("[0-9]*")):
+            WATCH.note = f"go on with: qfleet resume {run_dir}"
         raise
     except Exception as error:
         if WATCH.caused(error) or not run_dir.is_dir():
@@ -97,7 +102,7 @@ def report(error: BaseException) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     if WATCH.caused(error):
-        print("interrupted", file=sys.stderr)
+        print(f"interrupted: {WATCH.note}" if WATCH.note else "interrupted", file=sys.stderr)
         return 130
     hint = "" if os.environ.get(DEBUG) else f" (the same command with {DEBUG}=1 shows the traceback)"
     print(f"error: {internal_error(error)}{hint}", file=sys.stderr)

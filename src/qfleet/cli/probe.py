@@ -79,8 +79,9 @@ def _not_fused(name: str, experiment: Experiment) -> str:
     reason = experiment.why_not_fused
     because = f"the fused topology {reason}" if reason else "topology 'pipeline' was asked for"
     return (
-        f"'{name}' runs as a pipeline, which has no settings of --accel to probe: {because}."
-        " Tensor-native games can be probed, such as minatar:breakout"
+        f"'{name}' runs as a pipeline, and probes time fused loops only: {because}. A pipeline's learner takes the"
+        " shipped settings for its hardware, or those of --accel. Tensor-native games can be probed, such as"
+        " minatar:breakout"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,7 +40,18 @@ def run(words: Sequence[str]) -> int:
     from qfleet.cli.panel import make_console_sink
     from qfleet.cli.results import exit_code, show_run
 
+    before = _steps_at_its_end(given.run_dir)
     with crash_file_in(given.run_dir):
         finished = api.resume(given.run_dir, env_steps=given.env_steps, sinks=[make_console_sink(given.quiet)])
     show_run(finished.summary, finished.dir, given.quiet)
+    if not given.quiet and before is not None and finished.summary["env_steps"] == before:
+        print(f"nothing was left to do; to train further: qfleet resume {finished.dir} --env-steps {2 * before}")
     return exit_code(finished.summary, target_given=False)
+
+
+def _steps_at_its_end(run_dir: Path) -> int | None:
+    """Return the steps that a run had when it last came to an end; None if it never did."""
+    try:
+        return int(json.loads((run_dir / "summary.json").read_text())["env_steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from qfleet.cli.errors import crash_file_in
+from qfleet.cli.errors import WATCH, crash_file_in
 from qfleet.cli.flags import Given, own_options, split_words, wants_help
 from qfleet.cli.helptext import help_page
 from qfleet.cli.settings import settings_of
@@ -36,7 +36,7 @@ PRESET is a name that `qfleet presets` lists, `gym:ID` for a registered environm
   --actors N               how many actors play, or auto
   --plan PLAN              auto: measure this machine and arrange the roles (the default of processes); or a saved plan
   --learners N             how many learners share each update
-  --device DEVICE          cpu, cuda or auto
+  --device DEVICE          cpu, cuda, mps, xpu or auto
   --quiet                  no progress, no result on the terminal
 
 Every setting is a flag: `qfleet train PRESET --help` lists all of a preset's with their values.
@@ -74,11 +74,12 @@ def run(words: Sequence[str]) -> int:
         print(_help(experiment, loose[0]))
         return 0
 
+    WATCH.note = "nothing was saved"
     from qfleet.cli.overrides import override
 
     rest, automatic = without_auto(rest)
     experiment, changes = override(experiment, rest, own=list(TrainOptions.model_fields))
-    if options.plan is None and (automatic or (experiment.placement == "processes" and "actors" not in changes)):
+    if options.plan is None and (automatic or (experiment.beside and "actors" not in changes)):
         options = options.replace(plan="auto")
     if options.seeds > 1:
         return _train_seeds(experiment, options, changes)

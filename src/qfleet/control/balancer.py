@@ -1,145 +1,227 @@
-"""Watches the load of a run's roles and says what would relieve it; nothing is moved yet, decisions are only logged.
+"""Watches the load of a run's roles, names who falls behind, and shares the work out anew where that helps.
 
-The policy is a function of what was seen in the last seconds and of what was said before. A straggler is named once and
-again only after it had recovered; other advice is given once in a while.
+One change is made at a time. It is judged by the run's speed some seconds later: kept, or taken back and not tried
+again for a long while; what was kept is not undone for as long. So a run whose load does not change comes to rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import fmean, median
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
+from qfleet.control import levers
+from qfleet.control.levers import Proposal, Situation
+from qfleet.control.sights import Look, Span, look
+from qfleet.control.trials import PATIENCE_S, Bars, Trial, evaluating, learning, own_rate
 from qfleet.core.protocols import Report
+from qfleet.core.types import Orders
 
 LOOK_S = 0.5
 """Seconds between two looks."""
-WINDOW_S = 4.0
+WINDOW_S = 3.5
 """Rates are taken over so many seconds: whoever falls behind is named within five."""
+NEWEST_S = 1.0
+"""The run's speed before a straggler is relieved is that of so many last seconds: it was faster before."""
+SETTLE_S = 1.0
+"""Nothing is looked at for so long after a change."""
+CALM_S = 10.0
+"""Seconds between the judgement of a change and the next one; a straggler does not wait for that."""
+LONG_S = 30.0
+"""An actor is put to sleep when it was one too many for so long."""
 SLOW, RECOVERED = 0.5, 0.7
 """An actor below the first share of the others' median rate is a straggler until it is above the second."""
-BUSY, WAITING = 0.95, 0.4
-"""One more actor is advised where actors work the first share of the time or more, the learner waits the second,"""
-SPARE_CORES = 1.0
-"""and so many cores are idle."""
-COOL_DOWN_S = 300.0
-"""Advice of one kind is not repeated sooner."""
-
-
-@dataclass(frozen=True)
-class Sight:
-    """One role at one moment, counted from its start."""
-
-    busy_s: float
-    steps: float | None
-    """Environment steps, of an actor."""
-    idle: str
-    """What it waits for; empty when it works."""
-
-
-@dataclass(frozen=True)
-class Look:
-    """All roles that run, at one moment."""
-
-    at: float
-    roles: Mapping[tuple[str, int], Sight]
-    """By kind and index."""
+ADVICE_S = 300.0
+"""Advice is not repeated sooner."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the balancer would do, and why."""
+    """What the balancer found or did, and why."""
 
-    kind: Literal["straggler", "recovered", "more_actors"]
+    kind: Literal["straggler", "recovered", "more_actors", "kept", "taken_back"] | levers.Change
     role: str
     index: int
     reason: str
+    applied: bool = False
+    """Whether it changed the orders."""
+    before: float | None = None
+    """Environment steps a second of the run before a change,"""
+    after: float | None = None
+    """and with it, once that is known."""
 
 
 @dataclass(frozen=True)
-class Said:
-    """What was decided before."""
-
-    stragglers: frozenset[int] = frozenset()
-    """Actors that are named as such."""
-    advised_at: float = float("-inf")
-
-
-def look(now: float, reports: Sequence[Report]) -> Look:
-    """Return how the roles stand now; those that are starting, or do something long, are left out."""
-    running = [report for report in reports if report.phase == "running"]
-    return Look(now, {(r.kind, r.index): Sight(r.busy_s, r.metrics.get("env_steps"), r.idle) for r in running})
-
-
-def decide(looks: Sequence[Look], cores: float, said: Said) -> tuple[list[Decision], Said]:
-    """Return what is to be done now, and what was said by then; `looks` are those of the last `WINDOW_S` seconds."""
-    if not looks or looks[-1].at - looks[0].at < WINDOW_S:
-        return [], said
-    changes, stragglers = _stragglers(looks, said.stragglers)
-    advice = _advice(looks, cores) if looks[-1].at - said.advised_at >= COOL_DOWN_S else []
-    return changes + advice, Said(stragglers, looks[-1].at if advice else said.advised_at)
-
-
-def _stragglers(looks: Sequence[Look], before: frozenset[int]) -> tuple[list[Decision], frozenset[int]]:
-    """Return who fell behind or caught up, and who is behind now."""
-    first, last = looks[0], looks[-1]
-    rates = {}
-    for (kind, index), sight in last.roles.items():
-        earlier = first.roles.get((kind, index))
-        if kind == "actor" and earlier is not None and sight.steps is not None and earlier.steps is not None:
-            rates[index] = (sight.steps - earlier.steps) / (last.at - first.at)
-    usual = median(rates.values()) if len(rates) > 1 else 0.0
-    if usual <= 0:
-        return [], before & rates.keys()
-    decisions, behind = [], set()
-    for index, rate in sorted(rates.items()):
-        share = rate / usual
-        if share < (RECOVERED if index in before else SLOW):
-            behind.add(index)
-        if index in behind - before:
-            why = last.roles["actor", index].idle or "its own work"
-            reason = f"{rate:,.0f} steps/s, {share:.0%} of the others' median; held up by: {why}"
-            decisions.append(Decision("straggler", "actor", index, reason))
-        elif index in before - behind:
-            decisions.append(Decision("recovered", "actor", index, f"{share:.0%} of the others' median again"))
-    return decisions, frozenset(behind)
-
-
-def _advice(looks: Sequence[Look], cores: float) -> list[Decision]:
-    """Return that one more actor would help, where actors hold the learner up and cores are free."""
-    first, last = looks[0], looks[-1]
-    busy: dict[str, list[float]] = {}
-    for (kind, index), sight in last.roles.items():
-        if (earlier := first.roles.get((kind, index))) is not None:
-            busy.setdefault(kind, []).append((sight.busy_s - earlier.busy_s) / (last.at - first.at))
-    free = cores - sum(sum(shares) for shares in busy.values())
-    if "actor" not in busy or "learner" not in busy or free < SPARE_CORES:
-        return []
-    actors, learner = fmean(busy["actor"]), fmean(busy["learner"])
-    if actors < BUSY or learner > 1 - WAITING:
-        return []
-    reason = (
-        f"actors work {actors:.0%} of the time, the learner waits {1 - learner:.0%}, {free:.1f} cores are free:"
-        f" --actors {len(busy['actor']) + 1} would be faster"
-    )
-    return [Decision("more_actors", "actor", len(busy["actor"]), reason)]
-
-
-@dataclass
-class Balancer:
-    """Remembers what the policy needs of the last seconds."""
+class Fleet:
+    """What can be shared out."""
 
     cores: float
-    _looks: list[Look] = field(default_factory=list)
-    _said: Said = Said()
+    actors: int = 1
+    """Actors that begin awake."""
+    spare: int = 0
+    """Those that begin asleep."""
+    envs: int = 1
+    """Environments of each actor."""
+    deadlines_ms: tuple[float, ...] = ()
+    """Of the inference servers."""
+    fixed: bool = False
+    """Whether nothing can be changed: the balancer then only says what it sees."""
 
-    def observe(self, now: float, reports: Sequence[Report]) -> list[Decision]:
+    def orders(self) -> Orders:
+        """Return the orders that a run begins with."""
+        return Orders((self.envs,) * self.actors + (0,) * self.spare, self.deadlines_ms)
+
+
+class Balancer:
+    """Sees a run through its reports and gives orders."""
+
+    def __init__(self, fleet: Fleet, orders: Orders | None = None) -> None:
+        """Begin with the fleet's own orders, or with those of an earlier part of the run."""
+        self.orders = orders or fleet.orders()
+        self._fleet = fleet
+        self._looks: list[Look] = []
+        self._stragglers: set[int] = set()
+        self._eased = {actor for actor, count in enumerate(self.orders.envs) if 0 < count < fleet.envs}
+        """Actors that were relieved at some time."""
+        self._trial: Trial | None = None
+        self._bars = Bars()
+        self._calm_until = self._advised_until = self._blind_until = float("-inf")
+        self._crowded_since: float | None = None
+
+    def observe(self, now: float, env_steps: int, reports: Sequence[Report]) -> list[Decision]:
         """Take a look if it is time for one, and return what was decided; `now` is in seconds."""
-        if self._looks and now - self._looks[-1].at < LOOK_S:
+        if now < self._blind_until or (self._looks and now - self._looks[-1].at < LOOK_S):
             return []
-        self._looks.append(look(now, reports))
+        self._looks.append(look(now, env_steps, reports))
         while len(self._looks) > 2 and now - self._looks[1].at >= WINDOW_S:
             del self._looks[0]
-        decisions, self._said = decide(self._looks, self.cores, self._said)
+        span = Span(self._looks[0], self._looks[-1])
+        if span.seconds < WINDOW_S:
+            return []
+        named = self._name(span)
+        seen = Situation(
+            span, self.orders, self._fleet.envs, self._fleet.cores, frozenset(self._stragglers | self._relieved)
+        )
+        if self._fleet.fixed:
+            return named + self._advise(now, seen)
+        return named + (self._relieve(now, seen) or self._judge(now, span) or self._improve(now, seen))
+
+    def interrupted(self) -> None:
+        """Forget the last seconds: the run stood still, which is nobody's fault."""
+        self._looks = []
+
+    @property
+    def _relieved(self) -> set[int]:
+        """Former stragglers some of whose environments still rest."""
+        return {actor for actor in self._eased if self.orders.envs[actor] < self._fleet.envs}
+
+    # ------------------------------------------------------------------ who falls behind
+
+    def _name(self, span: Span) -> list[Decision]:
+        """Note who fell behind or caught up, for each of its environments that act; returns what is new."""
+        acting = span.now("actor", "acting_envs", self._fleet.envs)
+        rates = {i: rate / acting[i] for i, rate in span.grown("actor", "env_steps").items() if acting[i]}
+        usual = median(rates.values()) if len(rates) > 1 else 0.0
+        if usual <= 0:
+            return []
+        before, self._stragglers = self._stragglers, set()
+        decisions = []
+        for index, rate in rates.items():
+            share = rate / usual
+            if share < (RECOVERED if index in before else SLOW):
+                self._stragglers.add(index)
+            if index in self._stragglers - before:
+                why = span.waits_for("actor", index) or "its own work"
+                steps = f"{rate * acting[index]:,.0f} steps/s"
+                reason = f"{steps}, {share:.0%} of the others' median for each environment; held up by: {why}"
+                decisions.append(Decision("straggler", "actor", index, reason))
+            elif index in before - self._stragglers:
+                decisions.append(Decision("recovered", "actor", index, f"{share:.0%} of the others' median again"))
         return decisions
+
+    # ------------------------------------------------------------------ what is done
+
+    def _relieve(self, now: float, seen: Situation) -> list[Decision]:
+        """Relieve a straggler at once; another change that is on trial then stays without a judgement."""
+        if self._trial is not None and self._trial.proposal.key[0] in ("relieve", "return"):
+            return []
+        for actor in sorted(self._stragglers):
+            if not self._bars.barred(("relieve", actor), now):
+                proposal = levers.relieve(seen, actor)
+                if proposal is not None:
+                    newest = next(one for one in reversed(self._looks) if now - one.at >= NEWEST_S)
+                    ended = self._unjudged(now) if self._trial else []
+                    return [*ended, self._carry_out(now, seen.span, proposal, Span(newest, self._looks[-1]))]
+        return []
+
+    def _improve(self, now: float, seen: Situation) -> list[Decision]:
+        """Make the first change that may help and is not barred; else say what would."""
+        crowded = levers.has_too_many_actors(seen)
+        self._crowded_since = (self._crowded_since or now) if crowded else None
+        if self._trial is not None or now < self._calm_until:
+            return []
+        proposals = [levers.give_back(seen, actor) for actor in sorted(self._relieved - self._stragglers)]
+        proposals += [p for p in (levers.wake(seen),) if p is not None]
+        if self._crowded_since is not None and now - self._crowded_since >= LONG_S:
+            proposals += [p for p in (levers.let_sleep(seen),) if p is not None]
+        for server in range(len(self.orders.deadlines_ms)):
+            proposals += [p for p in (levers.set_deadline(seen, server),) if p is not None]
+        for proposal in proposals:
+            if not self._bars.barred(proposal.key, now):
+                return [self._carry_out(now, seen.span, proposal, seen.span)]
+        return self._advise(now, seen)
+
+    def _advise(self, now: float, seen: Situation) -> list[Decision]:
+        """Say that one more actor would help, where none sleeps."""
+        why = levers.short_of_actors(seen)
+        if not why or now < self._advised_until or min(self.orders.envs) < self._fleet.envs:
+            return []
+        self._advised_until = now + ADVICE_S
+        more = len(self.orders.envs) + 1
+        return [Decision("more_actors", "actor", more - 1, f"{why}: --actors {more} would be faster")]
+
+    def _carry_out(self, now: float, span: Span, proposal: Proposal, before: Span) -> Decision:
+        """Give a proposal's orders, to be judged by the speed in `before` and by what else happened in `span`."""
+        rate, own = before.rate, own_rate(before, proposal)
+        self._trial = Trial(proposal, self.orders, rate, own, evaluating(span), learning(span), now)
+        self._give(now, proposal.orders)
+        if proposal.key[0] == "relieve":
+            self._eased.add(proposal.index)
+        return Decision(proposal.kind, proposal.role, proposal.index, proposal.reason, applied=True, before=rate)
+
+    def _give(self, now: float, orders: Orders) -> None:
+        self.orders = orders
+        self._looks, self._blind_until = [], now + SETTLE_S
+
+    # ------------------------------------------------------------------ what came of it
+
+    def _judge(self, now: float, span: Span) -> list[Decision]:
+        """Keep the change that is on trial, or take it back, once the run's speed can be compared."""
+        trial = self._trial
+        if trial is None:
+            return []
+        if not trial.comparable(span):
+            return self._unjudged(now) if now - trial.began >= PATIENCE_S else []
+        proposal = trial.proposal
+        again = proposal.kind == "return" and proposal.index in self._stragglers
+        failed = again or trial.failed(span)
+        self._trial, self._calm_until = None, now + CALM_S
+        self._bars.bar(proposal.key if failed else proposal.opposite, now)
+        if failed:
+            self._give(now, trial.before)
+        why = "it fell behind again" if again else trial.effect(span)
+        return [self._outcome("taken_back" if failed else "kept", trial, why, span.rate)]
+
+    def _unjudged(self, now: float) -> list[Decision]:
+        """Let the change that is on trial stay without a judgement."""
+        trial = self._trial
+        assert trial is not None
+        self._trial, self._calm_until = None, now + CALM_S
+        self._bars.bar(trial.proposal.opposite, now)
+        return [self._outcome("kept", trial, "the run's load changed meanwhile: its effect is not known", None)]
+
+    def _outcome(self, kind: Literal["kept", "taken_back"], trial: Trial, why: str, rate: float | None) -> Decision:
+        proposal = trial.proposal
+        reason, changed = f"{proposal.kind}: {why}", kind == "taken_back"
+        return Decision(kind, proposal.role, proposal.index, reason, changed, before=trial.rate, after=rate)

@@ -124,7 +124,7 @@ def key_of(experiment: Experiment, code: UserCode, resources: Resources, version
     """Return what measurements are found by: the machine, and all that decides about the work."""
     parts = ("env", "network", "agent", "optim", "learner", "replay", "accel", "device", "actor")
     tree = experiment.model_dump(mode="json", include=set(parts))
-    tree["replay"].pop("capacity")
+    del tree["replay"]["capacity"], tree["replay"]["shards"]
     own = [one and f"{one.__module__}:{getattr(one, '__qualname__', '')}" for one in (code.env, code.network)]
     return {
         "machine": [resources.cpu, resources.cores, resources.gpu],
@@ -171,6 +171,7 @@ def _arranged(experiment: Experiment, **changes: Any) -> Experiment:
             "evaluation.target": None,
             "learner.learning_starts": min(experiment.learner.learning_starts, capacity, max(batch, 64)),
             "replay.capacity": min(capacity, max(ROWS, batch)),
+            "replay.shards": 1,
             "warm_start": None,
             **changes,
         },

@@ -15,9 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qfleet.control.balancer import Balancer
 from qfleet.control.progress import Progress
-from qfleet.control.resources import usable_cores
+from qfleet.control.steering import Steering
 from qfleet.core.protocols import Placement
 from qfleet.core.statistics import iqm, mean_ci95
 from qfleet.core.types import Evaluated, Notice, Weights
@@ -26,6 +25,8 @@ from qfleet.observe.sinks import Sink
 
 StopReason = Literal["budget", "target", "patience", "callback", "interrupt"]
 Metrics = dict[str, Any]
+INEXACT = ("accel_changed", "inexact")
+"""Kinds of notices that say that a run does not go on to the byte."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class Standing:
     evaluating_s: float = 0.0
     policy_lag: float = 0.0
     """Mean over all batches."""
+    envs: list[int] = field(default_factory=list)
+    """How many environments each actor acts for by the balancer's orders; empty without any."""
+    deadlines_ms: list[float] = field(default_factory=list)
+    """Of the inference servers, by these orders."""
 
 
 @dataclass
@@ -75,22 +80,39 @@ class Monitor:
 
     def __post_init__(self) -> None:
         self._progress = Progress(self.experiment, time.perf_counter)
-        watched = self.experiment.balance == "on" and self.experiment.placement != "inline"
-        self._balancer = Balancer(usable_cores()) if watched else None
+        self._steering = Steering(self.experiment, self.handles.orders) if self.experiment.watched else None
         self._checkpointed = self.handles.env_steps.total() // self.experiment.checkpoint.every
         self._checkpointed_at = time.perf_counter()
         self._earlier_s = self.standing.training_s
         self._evaluated_s = 0.0
         self._best: Weights | None = None
         self.accel: str | None = None
-        """How a fused run's updates are computed and why, once it says so."""
+        """How the run's updates are computed and why, once it says so."""
+        self._early: dict[Any, Evaluated | Notice] = {}
+        """What was heard before the run went on."""
         self._moved = False
         """Whether anything happened since the last checkpoint."""
         self._began = time.perf_counter()
 
+    def listen(self) -> None:
+        """Hear what roles say while they are built or restored, of each kind of notice the last; `run` tells it."""
+        for events in self.handles.events:
+            while (message := events.receive()) is not None:
+                said = (message.role, message.index, message.kind) if isinstance(message, Notice) else len(self._early)
+                self._early[said] = message
+
+    @property
+    def exact(self) -> bool:
+        """Whether no role has said that it does not go on to the byte."""
+        return not any(isinstance(said, Notice) and said.kind in INEXACT for said in self._early.values())
+
     def run(self) -> StopReason:
         """Let the run go on until something ends it; returns what did. The last state is saved."""
         self._began = time.perf_counter()
+        for message in self._early.values():
+            self._heard(message)
+        if self._steering is not None:
+            self._steering.begin(self.standing.envs, self.standing.deadlines_ms)
         self._progress.begin(self.handles.env_steps.total(), self.handles.updates.total())
         while self.stopping is None and not self.placement.done:
             self.placement.advance()
@@ -132,16 +154,13 @@ class Monitor:
     @property
     def training_s(self) -> float:
         """Seconds of training so far; evaluations count only where they run beside training."""
-        inline = self._evaluated_s if self.placement.name == "inline" else 0.0
-        return self._earlier_s + self.elapsed_s - inline
+        in_between = self._evaluated_s if self.experiment.in_turns else 0.0
+        return self._earlier_s + self.elapsed_s - in_between
 
     def _observe(self) -> None:
         for events in self.handles.events:
             while (message := events.receive()) is not None:
-                if isinstance(message, Evaluated):
-                    self._evaluated(message)
-                else:
-                    self._noticed(message)
+                self._heard(message)
         self._tell_incidents()
         self._balance()
         if self._progress.due(self.experiment.track.every_s):
@@ -150,6 +169,12 @@ class Monitor:
             self.callbacks.on_step({"env_steps": self.handles.env_steps.total()}, self.stop)
         if self._checkpoint_due():
             self._checkpoint()
+
+    def _heard(self, message: Evaluated | Notice) -> None:
+        if isinstance(message, Evaluated):
+            self._evaluated(message)
+        else:
+            self._noticed(message)
 
     def _checkpoint_due(self) -> bool:
         config, env_steps = self.experiment.checkpoint, self.handles.env_steps.total()
@@ -220,18 +245,19 @@ class Monitor:
                 self.announce({"event": "restart", **dataclasses.asdict(incident)})
 
     def _balance(self) -> None:
-        """Tell what the balancer would do; roles cannot be moved or changed while they run, so nothing is done."""
-        if self._balancer is None:
-            return
-        for found in self._balancer.observe(time.perf_counter(), self.placement.reports()):
-            event = {"event": "balance", "decision": found.kind, "role": found.role, "index": found.index}
-            self.announce({**event, "text": found.reason, "applied": False})
+        """Let the balancer look at the roles, and tell what it decides."""
+        if self._steering is not None:
+            env_steps = self.handles.env_steps.total()
+            for event in self._steering.look(time.perf_counter(), env_steps, self.placement.reports()):
+                self.announce(event)
 
     def _checkpoint(self) -> None:
         self.placement.pause()  # so that the counters say what is saved
         env_steps = self.handles.env_steps.total()
         self._checkpointed = env_steps // self.experiment.checkpoint.every
         self.standing.training_s = self.training_s
+        if self._steering is not None:
+            self.standing.envs, self.standing.deadlines_ms = self._steering.paused()
         if self._best is not None:
             self.save_model(self._best)
             self._best = None

@@ -21,7 +21,7 @@ ALIKE = 0.03
 PROCESS_BYTES = 150 * 2**20
 """Memory of one role's process that it shares with no other."""
 OTHERS = 3
-"""Processes besides the actors: replay, learner, evaluator."""
+"""Processes besides the actors: replay (one shard), learner, evaluator."""
 STEPS_OF_EACH = 1000
 """Every environment plays at least so many steps of the budget: more of them would only see beginnings."""
 UNROLLS = (1, 2, 4, 8, 16, 32, 64)
@@ -79,7 +79,8 @@ def _ways(
 ) -> Iterator[Arrangement]:
     """Yield every arrangement worth a thought; at least the experiment's own with one actor."""
     most, own = most_actors(experiment, measured, resources), experiment.actor
-    actors = [experiment.actors] if "actors" in fixed else range(1, most + 1)
+    least = experiment.replay.shards
+    actors = [experiment.actors] if "actors" in fixed else range(least, max(least, most) + 1)
     envs = [own.envs] if "actor.envs" in fixed else sorted({max(1, round(own.envs * factor)) for factor in ENVS})
     unrolls = [own.unroll] if "actor.unroll" in fixed or not replaying(experiment) else UNROLLS
     groups = [own.groups] if "actor.groups" in fixed else [1] if measured.two_groups is None else [1, 2]
@@ -128,7 +129,8 @@ def _within(experiment: Experiment, way: Arrangement) -> bool:
 
 def most_actors(experiment: Experiment, measured: Measurements, resources: Resources) -> int:
     """Return how many actors the cores and the memory allow: one for each core at most, and always one."""
-    spare = resources.memory - replay_bytes(experiment, measured) - OTHERS * PROCESS_BYTES
+    others = OTHERS + experiment.replay.shards - 1
+    spare = resources.memory - replay_bytes(experiment, measured) - others * PROCESS_BYTES
     return max(1, min(int(resources.cores), spare // PROCESS_BYTES))
 
 
@@ -211,7 +213,8 @@ def _roles(experiment: Experiment, way: Arrangement, prediction: Prediction) -> 
     ]
     if prediction.replay:
         busy = rate * prediction.replay
-        roles.insert(1, PlannedRole(kind="replay", count=1, cores=busy, busy=busy))
+        shards = experiment.replay.shards
+        roles.insert(1, PlannedRole(kind="replay", count=shards, cores=busy, busy=busy / shards))
     if way.inference != "local":
         busy = rate * prediction.inference
         roles.insert(1, PlannedRole(kind="inference", count=1, cores=busy, busy=busy, device=way.inference))

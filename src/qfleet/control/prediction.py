@@ -69,7 +69,7 @@ def predict(experiment: Experiment, measured: Measurements, cores: float, way: A
     limits = {
         "actor": way.actors / max(actor, _NOTHING),
         "inference": 1 / max(inference, _NOTHING),
-        "replay": 1 / max(replay, _NOTHING),
+        "replay": experiment.replay.shards / max(replay, _NOTHING),
         "learner": 1 / max(learner, _NOTHING),
         "cores": EFFICIENCY * cores / max(cpu + inference + replay + way.learner.threads * learner, _NOTHING),
     }

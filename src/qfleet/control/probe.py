@@ -123,13 +123,14 @@ def probe(setup: FusedSetup, seconds: float, clock: Clock, say: Callable[[str], 
 
 
 def _small(setup: FusedSetup) -> FusedSetup:
-    """Return the setup with a small replay that is learned from at once, and no end."""
+    """Return the setup with a small replay that is learned from at once, no end, and no evaluations."""
     rows = min(setup.replay.capacity, max(ROWS, 64 * setup.actor.envs))
     starts = min(setup.learner.learning_starts, setup.learner.batch_size)
     return replace(
         setup,
         replay=setup.replay.replace(capacity=rows),
         learner=setup.learner.replace(learning_starts=starts),
+        evaluation=setup.evaluation.replace(every=2**60),
         env_steps=2**60,
         warm_start=None,
     )

@@ -22,7 +22,7 @@ class Progress:
 
     def __init__(self, experiment: Experiment, clock: Callable[[], float]) -> None:
         self._budget, self._clock = experiment.env_steps, clock
-        self._bottleneck = in_turns if experiment.placement == "inline" else side_by_side
+        self._bottleneck = in_turns if experiment.in_turns else side_by_side
         self.begin(0, 0)
 
     def begin(self, env_steps: int, updates: int) -> None:
@@ -49,8 +49,8 @@ class Progress:
             "env_steps_per_s": rate,
             "updates_per_s": (updates - updates_then) / seconds,
         }
-        if rate > 0:
-            record["eta_s"] = max(0, self._budget - env_steps) / rate
+        if rate > 0 or env_steps >= self._budget:
+            record["eta_s"] = max(0, self._budget - env_steps) / max(rate, 1e-9)
         record |= _merged(reports)
         record |= self._shares(reports, seconds)
         self._last = (now, env_steps, updates)
@@ -64,7 +64,8 @@ class Progress:
             name = f"{report.kind}.{report.index}"
             busy = min(1.0, max(0.0, (report.busy_s - self._busy.get(name, 0.0)) / seconds))
             self._busy[name] = report.busy_s
-            shares.setdefault(report.kind, []).append(busy)
+            if report.metrics.get("acting_envs") != 0:  # whoever sleeps holds up nobody
+                shares.setdefault(report.kind, []).append(busy)
             record |= {f"{name}.busy": busy, f"{name}.idle": report.idle}
             if (done := report.metrics.get(_WORK.get(report.kind, ""))) is not None:
                 if name in self._done:
@@ -87,4 +88,8 @@ def _merged(reports: Sequence[Report]) -> dict[str, float]:
     for kind, names in (("learner", _FROM_LEARNER), ("replay", _FROM_REPLAY)):
         first = next((r.metrics for r in reports if r.kind in (kind, "fused")), {})
         merged |= {name: first[name] for name in names if name in first}
+    shards = [r.metrics for r in reports if r.kind == "replay" and "replay_size" in r.metrics]
+    if len(shards) > 1:
+        merged["replay_size"] = sum(m["replay_size"] for m in shards)
+        merged["replay_fill"] = sum(m["replay_fill"] for m in shards) / len(shards)
     return merged

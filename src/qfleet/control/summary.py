@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import torch
 
+from qfleet.algo.agent import ReplayAgent, RolloutAgent
 from qfleet.control.monitor import Standing, StopReason
 from qfleet.core.statistics import iqm, mean_ci95
 from qfleet.core.types import Array
@@ -25,9 +26,8 @@ def summarise(
     counts: dict[str, int],
     test_returns: Array | None,
 ) -> dict[str, Any]:
-    """Return the summary; `counts` has env_steps, updates and samples of the whole run."""
+    """Return the summary; `counts` has env_steps, updates and samples (batches drawn) of the whole run."""
     seconds = max(standing.training_s, 1e-9)
-    ratio = counts["samples"] * experiment.learner.batch_size / max(counts["env_steps"], 1)
     return {
         "preset": experiment.preset,
         "algo": experiment.algo,
@@ -46,7 +46,7 @@ def summarise(
         "wall_s_to_target": standing.wall_s_to_target,
         "env_steps_to_target": standing.env_steps_to_target,
         "best_validation": standing.best,
-        "samples_per_insert": ratio,
+        "samples_per_insert": _samples_per_insert(experiment, counts),
         "policy_lag_mean": standing.policy_lag,
         "stopped_by": reason,
         "plan": None,
@@ -54,6 +54,14 @@ def summarise(
         "git": _git(),
         "hardware": hardware(),
     }
+
+
+def _samples_per_insert(experiment: Experiment, counts: dict[str, int]) -> float:
+    """Return how often a transition was learned from on average; agents without replay take each one equally often."""
+    if isinstance(experiment.agent, ReplayAgent):
+        return counts["samples"] * experiment.learner.batch_size / max(counts["env_steps"], 1)
+    epochs = experiment.agent.epochs if isinstance(experiment.agent, RolloutAgent) else 1
+    return float(epochs) if counts["updates"] else 0.0
 
 
 def _scores(returns: Array) -> dict[str, Any]:

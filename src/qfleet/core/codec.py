@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgpack
@@ -18,6 +19,7 @@ from qfleet.core.types import MESSAGES, Array
 
 _ARRAY, _TENSOR, _MESSAGE, _BIGINT, _TUPLE = range(5)
 _CLASSES = {cls.__name__: cls for cls in MESSAGES}
+_FIELDS = {cls: [field.name for field in dataclasses.fields(cls)] for cls in MESSAGES}
 
 
 def pack(value: Any) -> tuple[bytes, list[Array]]:
@@ -29,7 +31,10 @@ def pack(value: Any) -> tuple[bytes, list[Array]]:
             if item.dtype.hasobject:
                 raise TypeError("an object array is not data")
             arrays.append(item)
-            return msgpack.ExtType(_ARRAY, encode(len(arrays) - 1))
+            return _array_entry(len(arrays) - 1)
+        if type(item) in _FIELDS:
+            fields = [getattr(item, name) for name in _FIELDS[type(item)]]
+            return msgpack.ExtType(_MESSAGE, encode([type(item).__name__, fields]))
         if isinstance(item, torch.Tensor):
             name, array = _tensor_to_array(item)
             arrays.append(array)
@@ -40,13 +45,11 @@ def pack(value: Any) -> tuple[bytes, list[Array]]:
             return msgpack.ExtType(_TUPLE, encode(list(item)))
         if isinstance(item, int):
             return msgpack.ExtType(_BIGINT, str(item).encode())
-        if type(item).__name__ in _CLASSES and dataclasses.is_dataclass(item):
-            fields = [getattr(item, f.name) for f in dataclasses.fields(item)]
-            return msgpack.ExtType(_MESSAGE, encode([type(item).__name__, fields]))
         raise TypeError(f"{type(item).__name__} is not data and cannot be sent or saved")
 
     def encode(item: Any) -> bytes:
-        return bytes(msgpack.packb(item, default=default, strict_types=True))
+        packed: bytes = msgpack.packb(item, default=default, strict_types=True)
+        return packed
 
     return encode(value), arrays
 
@@ -55,11 +58,11 @@ def unpack(header: bytes, arrays: Sequence[Array]) -> Any:
     """Return the value that `pack` took apart; arrays are used as they are."""
 
     def ext_hook(code: int, data: bytes) -> Any:
+        if code == _ARRAY:
+            return arrays[_array_number(data)]
         if code == _BIGINT:
             return int(data.decode())
         content = decode(data)
-        if code == _ARRAY:
-            return arrays[content]
         if code == _TENSOR:
             return _array_to_tensor(arrays[content[0]], content[1])
         if code == _TUPLE:
@@ -78,6 +81,18 @@ def roundtrip(value: Any) -> Any:
     """Return a deep copy made by packing, copying every array, and unpacking (inline's strict mode)."""
     header, arrays = pack(value)
     return unpack(header, [np.array(a, copy=True) for a in arrays])
+
+
+# Every message names its arrays 0, 1, 2 and so on: what that looks like in a header is worked out once.
+@lru_cache(maxsize=1024)
+def _array_entry(number: int) -> msgpack.ExtType:
+    return msgpack.ExtType(_ARRAY, msgpack.packb(number))
+
+
+@lru_cache(maxsize=1024)
+def _array_number(data: bytes) -> int:
+    number: int = msgpack.unpackb(data)
+    return number
 
 
 def _tensor_to_array(tensor: torch.Tensor) -> tuple[str, Array]:

@@ -69,6 +69,9 @@ class Counter(Protocol):
     def add(self, amount: int) -> None:
         """Add to this writer's cell."""
 
+    def own(self) -> int:
+        """Return what this writer's cell holds."""
+
     def total(self) -> int:
         """Return the sum over all writers, as far as it is known here."""
 
@@ -87,6 +90,13 @@ class Keep(Protocol):
 
     def committed(self) -> Any | None:
         """Return what the last `commit` of any life kept; None if there was none."""
+
+
+class KeptRows(Protocol):
+    """The arrays of another role's keep, as far as the placement shares memory between the two."""
+
+    def rows(self, name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        """Return the array [N, *shape] of that name, as it is now and will be; not to be written."""
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,15 @@ class Batch:
     """What the rewards were divided by (running reward normalisation)."""
     global_size: int = 0
     """Size of the whole batch over all learner ranks; the loss is a sum divided by this."""
+    fresh: Ints | None = None  # [F]
+    """For a learner that has a copy of the shard's rows: those written since the last batch. The observations are then
+    the rows where they lie, [B, S] for stacks of S frames or [B], and -1 is a frame of zeros."""
+    shard: int = 0
+    """Which shard sent this, and gets the priorities back."""
+    least: float = 1.0
+    """The least value that an item of the shard is drawn in proportion to; an item of that value has the weight 1."""
+    beta: float = 0.0
+    """The exponent of the importance weights."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,9 @@ class SequenceBatch:
     reward_scale: float = 1.0
     """What the rewards were divided by (running reward normalisation)."""
     global_size: int = 0
+    shard: int = 0
+    least: float = 1.0
+    beta: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -123,6 +135,20 @@ class Priorities:
     index: Ints  # [B]
     generation: Ints  # [B]
     priority: Floats  # [B] absolute errors, before the exponent
+    shard: int = 0
+    """Which shard drew them."""
+    highest: float = 0.0
+    """The decayed maximum over all shards, which new items get; 0 where one shard is all and knows it by itself."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How much a replay shard has to draw from, for a learner that takes from several (latest value)."""
+
+    mass: float
+    """The sum of the values that its items are drawn in proportion to; their number for uniform sampling."""
+    least: float
+    """The smallest of these values; 1 for uniform sampling."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +204,16 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
+class Orders:
+    """How the balancer wants the run's work to be shared, from the monitor to all actors and inference servers."""
+
+    envs: tuple[int, ...]
+    """By actor: how many of its environments it acts for; the others rest where they are."""
+    deadlines_ms: tuple[float, ...] = ()
+    """By inference server: how long an observation waits for others at most."""
+
+
+@dataclass(frozen=True)
 class Notice:
     """Something a person should know: written to events.jsonl and shown."""
 
@@ -188,7 +224,7 @@ class Notice:
 
 
 MESSAGES: tuple[type, ...] = (
-    Version, Experience, Batch, SequenceBatch, Rollout, Priorities, Weights, InferenceRequest,
-    InferenceReply, Evaluated, Notice,
+    Version, Experience, Batch, SequenceBatch, Rollout, Priorities, Standing, Weights, InferenceRequest,
+    InferenceReply, Evaluated, Orders, Notice,
 )  # fmt: skip
 """Every class that may travel; the codec decodes no other."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qfleet.core.role import State
 from qfleet.core.spec import EnvSpec
@@ -17,6 +19,9 @@ from qfleet.envs.gym import Factory
 from qfleet.envs.make import EnvConfig, make_env
 from qfleet.envs.vector import Tick, VectorEnv
 from qfleet.envs.workers import WorkersEnv
+
+_SMOOTHED = 0.2
+"""The weight of the newest step in how long an environment takes."""
 
 
 class Part(NamedTuple):
@@ -37,6 +42,21 @@ class Stepping(ABC):
         self._vectors = list(vectors)
         self._members = np.split(np.arange(self.num_envs), np.cumsum(sizes)[:-1])
         self._held: deque[Part] = deque()
+        self.seconds: NDArray[np.float64] = np.zeros(self.num_envs)
+        """How long a step of each environment [E] takes, a moving mean, where they can step apart; 0 before the first.
+        """
+
+    @property
+    def units(self) -> list[Ints]:
+        """The environments, in sets that are only sent actions together."""
+        return list(self._members)
+
+    def expect(self, count: int) -> None:  # noqa: B027  (most wait for whole vectors)
+        """Be told that actions will be sent for `count` environments only, until told otherwise."""
+
+    def _took(self, envs: Ints, seconds: float | NDArray[np.float64]) -> None:
+        """Note how long the last step of environments `envs` took."""
+        self.seconds[envs] += (seconds - self.seconds[envs]) * np.where(self.seconds[envs] > 0, _SMOOTHED, 1.0)
 
     @property
     def cut(self) -> Ints:
@@ -146,12 +166,12 @@ class Grouped(Stepping):
     def __init__(self, vectors: Sequence[VectorEnv]) -> None:
         super().__init__(vectors)
         self._threads = ThreadPoolExecutor(len(vectors), thread_name_prefix="environments")
-        self._under_way: deque[tuple[Ints, Future[Tick]]] = deque()
+        self._under_way: deque[tuple[Ints, Future[tuple[Tick, float]]]] = deque()
 
     def send(self, action: Ints, envs: Ints) -> None:
         """Let one whole group step."""
         (group,) = [at for at, members in enumerate(self._members) if np.array_equal(members, envs)]
-        self._under_way.append((envs, self._threads.submit(self._vectors[group].step, action)))
+        self._under_way.append((envs, self._threads.submit(_timed_step, self._vectors[group], action)))
 
     def under_way(self) -> bool:
         """Return whether a group steps, or has stepped."""
@@ -171,8 +191,16 @@ class Grouped(Stepping):
             self._held.append(self._finish())
 
     def _finish(self) -> Part:
-        envs, tick = self._under_way.popleft()
-        return Part(envs, tick.result())
+        envs, future = self._under_way.popleft()
+        tick, seconds = future.result()
+        self._took(envs, seconds)
+        return Part(envs, tick)
+
+
+def _timed_step(vector: VectorEnv, action: Ints) -> tuple[Tick, float]:
+    began = time.perf_counter()
+    tick = vector.step(action)
+    return tick, time.perf_counter() - began
 
 
 class ReadyFirst(Stepping):
@@ -180,11 +208,22 @@ class ReadyFirst(Stepping):
 
     def __init__(self, workers: WorkersEnv, groups: int) -> None:
         super().__init__([workers])
-        self._workers = workers
-        self._at_least = -(-workers.num_envs // groups)
+        self._workers, self._groups = workers, groups
+        self._sent_at = np.zeros(self.num_envs)
+        self.expect(self.num_envs)
+
+    @property
+    def units(self) -> list[Ints]:
+        """Each environment by itself."""
+        return list(np.arange(self.num_envs)[:, None])
+
+    def expect(self, count: int) -> None:
+        """Wait for a smaller number of environments at a time when only `count` are acted for."""
+        self._at_least = -(-count // self._groups)
 
     def send(self, action: Ints, envs: Ints) -> None:
         """Let some environments step."""
+        self._sent_at[envs] = time.perf_counter()
         self._workers.send(action, envs)
 
     def under_way(self) -> bool:
@@ -193,11 +232,16 @@ class ReadyFirst(Stepping):
 
     def receive(self) -> Part:
         """Wait for a group's number of environments, whichever they are; fewer when others are lost."""
-        return self._held.popleft() if self._held else Part(*self._workers.receive(self._at_least))
+        return self._held.popleft() if self._held else self._finish(self._at_least)
 
     def _drain(self) -> None:
         while self._workers.under_way():
-            self._held.append(Part(*self._workers.receive(self.num_envs)))
+            self._held.append(self._finish(self.num_envs))
+
+    def _finish(self, at_least: int) -> Part:
+        envs, tick = self._workers.receive(at_least)
+        self._took(envs, time.perf_counter() - self._sent_at[envs])
+        return Part(envs, tick)
 
 
 def make_stepping(config: EnvConfig, num_envs: int, groups: int = 1, factory: Factory | None = None) -> Stepping:

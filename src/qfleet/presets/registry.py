@@ -46,7 +46,7 @@ def preset(name: str, factory: Callable[[], Any] | None = None) -> Experiment:
     if name in PRESETS:
         return PRESETS[name]()
     prefix, colon, rest = name.partition(":")
-    if not colon:
+    if not colon and prefix not in PREFIXES:
         known = ", ".join([*PRESETS, *_forms()])
         raise ConfigError(f"unknown preset '{name}'.{did_you_mean(name, PRESETS)} Known: {known}, module:function")
     if prefix not in PREFIXES:
@@ -54,6 +54,8 @@ def preset(name: str, factory: Callable[[], Any] | None = None) -> Experiment:
     what, build = PREFIXES[prefix]
     if not rest:
         raise ConfigError(f"preset '{name}' is incomplete: write {prefix}:{what}, as in {_EXAMPLES[prefix]}")
+    if prefix == "gym" and (rest in PRESETS or rest.partition(":")[0] in PREFIXES):
+        raise ConfigError(f"'{rest}' is a preset, not the id of an environment: qfleet.train('{rest}')")
     return build(rest)
 
 

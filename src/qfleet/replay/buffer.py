@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -17,7 +18,7 @@ from qfleet.core.errors import ConfigError
 from qfleet.core.role import State
 from qfleet.core.seeding import numpy_state, restore_numpy
 from qfleet.core.spec import EnvSpec, LeafSpec
-from qfleet.core.types import Batch, Experience, Floats, Ints, Priorities, SequenceBatch, Version
+from qfleet.core.types import Batch, Experience, Floats, Ints, Priorities, SequenceBatch, Standing, Version
 from qfleet.replay.allocation import Allocate, zeros
 from qfleet.replay.rewards import RewardScale
 from qfleet.replay.samplers import PrioritisedConfig, UniformConfig, make_sampler
@@ -28,6 +29,7 @@ from qfleet.replay.sumtree import Doubles
 from qfleet.replay.windows import Arrival, Completed, NStepWindows, SequenceWindow, SequenceWindows, Windows
 
 _NO_EXTRAS: Mapping[str, LeafSpec] = MappingProxyType({})
+_ALL = Fraction(1)
 
 
 def batch_of(fields: dict[str, Any]) -> Batch:
@@ -44,24 +46,37 @@ class ReplayConfig(Config):
     """How much is remembered, where, and what is drawn from it."""
 
     capacity: int = Field(100_000, gt=0, lt=2**31)
-    """Rows of one shard (an environment step each, one more at an episode's end), rounded down to whole segments."""
+    """Rows of the whole run (an environment step each, one more at an episode's end), which the shards share in
+    proportion to their actors, each rounding its part down to whole segments."""
+    shards: int = Field(1, gt=0, le=1024)
+    """How many replays of their own the actors are dealt out among; each is a role, in a process of its own where roles
+    have such. Batches come from all of them in proportion to what they hold."""
     sampler: Annotated[UniformConfig | PrioritisedConfig, Field(discriminator="kind")] = UniformConfig()
     """Which items a batch takes."""
     storage: Annotated[RamConfig | MappedConfig | Lz4Config, Field(discriminator="kind")] = RamConfig()
     """Where observations are kept."""
     segment: int | None = Field(None, gt=0)
     """Rows that are written, and later dropped, together; None chooses from capacity and number of environments."""
+    mirror: Literal["auto", "on", "off"] = "auto"
+    """Keep a copy of all observations in the memory of the learner's device, so that each goes there once and batches
+    are gathered there (placement processes, storage ram, one shard); auto does so where a GPU has room for it."""
 
-    def layout(self, streams: int, shortest: int) -> tuple[int, int]:
-        """Return (segments, rows of each) for `streams` environments and segments of at least `shortest` rows."""
-        rows = self.segment or min(max(self.capacity // (16 * streams), shortest, 4), 1024)
+    def layout(self, streams: int, shortest: int, part: Fraction = _ALL) -> tuple[int, int]:
+        """Return (segments, rows of each) for `streams` environments and segments of at least `shortest` rows.
+
+        `part` is how much of the capacity a shard has.
+        """
+        capacity = int(self.capacity * part)
+        rows = self.segment or min(max(capacity // (16 * streams), shortest, 4), 1024)
         if rows < shortest:
             raise ConfigError(f"replay.segment is {rows} rows; the frame stack of this environment needs {shortest}")
-        segments = self.capacity // rows
+        segments = capacity // rows
         if segments <= streams:
+            whose = "" if part == _ALL else f", of which a shard has {capacity:,},"
             raise ConfigError(
-                f"replay.capacity of {self.capacity:,} rows makes {segments} segments of {rows} rows, but {streams} "
-                f"environments each fill one: raise replay.capacity to {(streams + 1) * rows:,} or more"
+                f"replay.capacity of {self.capacity:,} rows{whose} makes {segments} segments of {rows} rows, but "
+                f"{streams} environments each fill one: raise replay.capacity to "
+                f"{math.ceil((streams + 1) * rows / part):,} or more"
             )
         return segments, rows
 
@@ -82,6 +97,7 @@ class Replay:
         n_step: int,
         gamma: float,
         rng: np.random.Generator,
+        part: Fraction = _ALL,
         sequence: SequenceWindow | None = None,
         extras: Mapping[str, LeafSpec] = _NO_EXTRAS,
         directory: Path | None = None,
@@ -89,7 +105,7 @@ class Replay:
         allocate: Allocate | None = None,
         life: int = 0,
     ) -> None:
-        """Make an empty replay for about `streams` environments of `spec`.
+        """Make an empty replay for about `streams` environments of `spec`, with its `part` of the run's capacity.
 
         With `sequence`, items are sequences of single steps and `n_step` is not used. `extras` describes further
         per-row arrays. `directory` is where the mapped tier puts its files. With `allocate` the rows outlive this
@@ -97,7 +113,7 @@ class Replay:
         """
         self.config, self.spec, self.rng, self.sequence = config, spec, rng, sequence
         stack = max(leaf.stack for leaf in spec.observations.values())
-        segments, rows = config.layout(streams, max(stack - 1, 1))
+        segments, rows = config.layout(streams, max(stack - 1, 1), part)
         self.capacity = segments * rows
         self.chains = Chains(segments, rows, streams, self._evict, allocate or zeros)
         self.valued = isinstance(config.sampler, PrioritisedConfig) and config.sampler.initial == "actor"
@@ -246,6 +262,10 @@ class Replay:
                 "version": self.version,
                 "reward_scale": scale,
                 "global_size": size,
+                "fresh": self.store.take_fresh(),
+                "shard": 0,
+                "least": 1.0,
+                "beta": 0.0,
             }
         )
 
@@ -292,12 +312,17 @@ class Replay:
         if not self.sampler.count:
             raise ValueError("nothing to sample yet: no item of this replay is complete")
 
+    @property
+    def standing(self) -> Standing:
+        """How much there is to draw from."""
+        return Standing(self.sampler.mass, self.sampler.least)
+
     def update_priorities(self, priorities: Priorities) -> int:
         """Write the priorities of sampled items that are still there; return how many those were."""
         highest = self.store.records.highest(priorities)
         if self.store.stack > 1 or math.isnan(highest):
             return self._update_some(priorities)
-        return self.sampler.update(priorities.index, priorities.priority, highest)
+        return self.sampler.update(priorities.index, priorities.priority, highest, priorities.highest)
 
     def _update_some(self, priorities: Priorities) -> int:
         """Write the priorities that are finite and whose items are still there."""
@@ -308,7 +333,7 @@ class Replay:
         self.counts["stale_priorities"] += len(index) - int(np.count_nonzero(current))
         current &= np.isfinite(values)
         index, values = index[current], values[current]
-        return self.sampler.update(index, values, float(values.max(initial=0.0)))
+        return self.sampler.update(index, values, float(values.max(initial=0.0)), priorities.highest)
 
     # ------------------------------------------------------------------ numbers and state
 
@@ -324,9 +349,9 @@ class Replay:
         }
 
     def state_dict(self) -> State:
-        """Return everything, rows of used segments only; on the mapped tier observations are views of the file."""
+        """Return everything; rows are chunks, which are read when they are saved: before anything is appended."""
         return {
-            "store": self.store.state_dict(),
+            "store": self.store.state_dict(self.windows.pending),
             "chains": self.chains.state_dict(),
             "windows": self.windows.state_dict(),
             "sampler": self.sampler.state_dict(),
@@ -339,9 +364,10 @@ class Replay:
 
     def load_state_dict(self, state: State) -> None:
         """Continue from what `state_dict` of a replay with the same settings returned."""
-        self.store.load_state_dict(state["store"])
+        self.store.check_state(state["store"])
         self.chains.load_state_dict(state["chains"])
         self.windows.load_state_dict(state["windows"])
+        self.store.load_state_dict(state["store"], self.windows.pending)
         self.sampler.load_state_dict(state["sampler"])
         if self.rewards:
             self.rewards.load_state_dict(state["rewards"])

@@ -7,9 +7,9 @@ places at once, and a large tree costs little more than a small one.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from qfleet.core.compiling import cached
 from qfleet.core.types import Bools, Floats, Ints, Priorities
 from qfleet.replay.records import ACTION, BOOTSTRAP, DISCOUNT, REWARD, Records, Words
 from qfleet.replay.segments import Chains
@@ -21,7 +21,7 @@ LINE = 8
 """Doubles in a cache line."""
 
 
-@numba.njit(cache=True, error_model="numpy")
+@cached(error_model="numpy")
 def _sum(v: Doubles) -> float:
     """Return the sum of ARITY values, added in the order of NumPy's `sum`: eight sums side by side, then in pairs."""
     left = ((v[0] + v[8]) + (v[1] + v[9])) + ((v[2] + v[10]) + (v[3] + v[11]))
@@ -30,7 +30,7 @@ def _sum(v: Doubles) -> float:
     return total
 
 
-@numba.njit(cache=True, error_model="numpy")
+@cached(error_model="numpy")
 def _set(sums: Doubles, offsets: Ints, changed: Bools, index: Ints, value: Doubles, minimum: float) -> float:
     """Write the values [B] and their nodes, note what `changed`; return the new minimum, NaN if it was overwritten."""
     held = minimum
@@ -53,7 +53,7 @@ def _set(sums: Doubles, offsets: Ints, changed: Bools, index: Ints, value: Doubl
     return held
 
 
-@numba.njit(cache=True, error_model="numpy")
+@cached(error_model="numpy")
 def _descend(sums: Doubles, offsets: Ints, node: Ints, rest: Doubles) -> float:
     """Replace the top nodes [B] by the leaves that hold the masses `rest` [B] (changed); the result has no meaning."""
     prefix, touched = np.zeros(ARITY + 1), 0.0
@@ -76,7 +76,7 @@ def _descend(sums: Doubles, offsets: Ints, node: Ints, rest: Doubles) -> float:
     return touched
 
 
-@numba.njit(cache=True, error_model="numpy")
+@cached(error_model="numpy")
 def _draw_leaves(sums: Doubles, offsets: Ints, running: Doubles, minimum: float, rest: Doubles, node: Ints) -> None:
     """Turn the uniform numbers in `rest` [B] into leaves `node` [B] and the minimum over their values."""
     size, total = len(node), 0.0
@@ -94,7 +94,7 @@ def _draw_leaves(sums: Doubles, offsets: Ints, running: Doubles, minimum: float,
         rest[i] = minimum / sums[node[i]]
 
 
-@numba.njit(cache=True, error_model="numpy")
+@cached(error_model="numpy")
 def _read(words: Words, floats: Floats, generation: Ints, rows: Ints, size: int, whole: Ints, real: Floats) -> int:
     """Read the records of `rows` [B] into `whole` [4, B] and `real` [2, B]; the result has no meaning."""
     touched = 0
@@ -108,7 +108,7 @@ def _read(words: Words, floats: Floats, generation: Ints, rows: Ints, size: int,
     return touched
 
 
-@numba.njit(cache=True, error_model="numpy")
+@cached(error_model="numpy")
 def _draw(
     sums: Doubles, offsets: Ints, running: Doubles, minimum: float, rest: Doubles,
     words: Words, floats: Floats, generation: Ints, size: int, whole: Ints, real: Floats,
@@ -119,7 +119,7 @@ def _draw(
     return _read(words, floats, generation, rows, size, whole, real)
 
 
-@numba.njit(cache=True, error_model="numpy")
+@cached(error_model="numpy")
 def _highest(generation: Ints, size: int, index: Ints, stamp: Ints, priority: Floats) -> float:
     highest, fine = 0.0, True
     for i in range(len(index)):

@@ -13,7 +13,7 @@ from typing import Any
 import lz4.block
 import numpy as np
 
-from qfleet.core.types import Array, Ints
+from qfleet.core.types import Array, Bools, Ints
 from qfleet.replay.allocation import Allocate, zeros
 
 _PAGE_BYTES, _CHUNK_BYTES = 2**15, 2**24
@@ -119,8 +119,10 @@ class CompressedColumn:
         for segment in np.flatnonzero(filled).tolist():
             rows = slice(segment * self.rows, segment * self.rows + int(filled[segment]))
             self._pages[segment] = list(dict.fromkeys((self.where[rows] // self.page).tolist()))
-            self._end[segment] = int(self.where[rows][-1] + self.length[rows][-1])
-            self._room[segment] = (self._pages[segment][-1] + 1) * self.page - self._end[segment]
+            # restored rows lie in any order: nothing of the last row's page may be written over
+            last = self.where[rows] // self.page == self.where[rows][-1] // self.page
+            self._end[segment] = int((self.where[rows] + self.length[rows])[last].max())
+            self._room[segment] = -self._end[segment] % self.page
             self.filled[segment] = int(filled[segment])
             used.update(self._pages[segment])
         while len(self._chunks) * self._chunk_pages <= max(used, default=-1):
@@ -129,22 +131,19 @@ class CompressedColumn:
         for segment in np.flatnonzero(filled).tolist():
             self._first[segment] = self._block(segment * self.rows)
 
-    def snapshot(self, used: int) -> Any:
-        """Return the arenas and block lengths of the segments below row `used`."""
-        lengths, arenas = [], []
-        for segment, filled in enumerate(self.filled[: used // self.rows]):
-            rows = range(segment * self.rows, segment * self.rows + filled)
-            lengths.append(self.length[rows.start : rows.stop].copy())
-            arenas.append(np.frombuffer(b"".join(self._block(row) for row in rows), np.uint8))
-        return {"lengths": lengths, "arenas": arenas}
+    def snapshot(self, rows: Ints) -> Any:
+        """Return the blocks of `rows` [M], one after the other, and their lengths [M]."""
+        blocks = b"".join(self._block(row) for row in rows.tolist())
+        return {"lengths": self.length[rows], "blocks": np.frombuffer(blocks, np.uint8)}
 
-    def restore(self, state: Any) -> None:
-        """Take over what `snapshot` returned."""
+    def clear(self) -> None:
+        """Hold no row any more."""
         self._empty(len(self.filled))
-        for segment, (lengths, arena) in enumerate(zip(state["lengths"], state["arenas"], strict=True)):
-            content, at = memoryview(arena.tobytes()), 0
-            for row, length in enumerate(lengths.tolist(), segment * self.rows):
-                self._put(row, content[at : at + length])
-                at += length
-            if len(lengths):
-                self._first[segment] = self._block(segment * self.rows)
+
+    def restore(self, rows: Ints, keep: Bools, state: Any) -> None:
+        """Take over those rows that `keep` [M] marks of what `snapshot` returned; of one segment in any order."""
+        content, ends = memoryview(state["blocks"]), np.cumsum(state["lengths"])
+        for row, begin, end in zip(rows[keep], (ends - state["lengths"])[keep], ends[keep], strict=True):
+            self._put(int(row), content[begin:end])
+            if row % self.rows == 0:
+                self._first[row // self.rows] = self._block(row)

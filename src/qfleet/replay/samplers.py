@@ -73,8 +73,21 @@ class Sampler(ABC):
         rows, weights = self.draw(size, beta)
         return *records.read(rows), weights
 
-    def update(self, rows: Ints, priorities: Floats, highest: float) -> int:
-        """Write new finite priorities, the `highest` among them, of rows of the set; return how many were written."""
+    @property
+    def mass(self) -> float:
+        """The sum of what items are drawn in proportion to."""
+        return float(self.count)
+
+    @property
+    def least(self) -> float:
+        """The least that an item is drawn in proportion to."""
+        return 1.0
+
+    def update(self, rows: Ints, priorities: Floats, highest: float, overall: float = 0.0) -> int:
+        """Write new finite priorities, the `highest` among them, of rows of the set; return how many were written.
+
+        Where the set is not all, `overall` is the decayed maximum over everything; 0 where it is all.
+        """
         return 0
 
     def metrics(self) -> dict[str, float]:
@@ -215,12 +228,22 @@ class PrioritisedSampler(Sampler):
         relative **= beta
         return relative.astype(np.float32)
 
-    def update(self, rows: Ints, priorities: Floats, highest: float) -> int:
+    @property
+    def mass(self) -> float:
+        """The sum of the tree."""
+        return self.tree.total
+
+    @property
+    def least(self) -> float:
+        """The smallest value in the tree."""
+        return self.tree.minimum
+
+    def update(self, rows: Ints, priorities: Floats, highest: float, overall: float = 0.0) -> int:
         """Write new priorities."""
         if not len(rows):
             return 0
         first = self.max_priority is None
-        self.max_priority = max(highest, (self.max_priority or 0.0) * self._max_decay)
+        self.max_priority = overall or max(highest, (self.max_priority or 0.0) * self._max_decay)
         if first:
             # what was stored before any priority was known had a placeholder of no meaning beside real ones
             items = self.items()

@@ -14,7 +14,7 @@ from pydantic import Field
 from qfleet.core.config import Config
 from qfleet.core.errors import ConfigError
 from qfleet.core.spec import LeafSpec
-from qfleet.core.types import Array, Ints
+from qfleet.core.types import Array, Bools, Ints
 from qfleet.replay.allocation import Allocate, zeros
 from qfleet.replay.compression import CompressedColumn
 
@@ -57,11 +57,14 @@ class Column(Protocol):
     def read(self, rows: Ints) -> Array:
         """Return the values [*rows.shape, ...] at `rows` as a new contiguous array."""
 
-    def snapshot(self, used: int) -> Any:
-        """Return the state of the rows below `used`."""
+    def snapshot(self, rows: Ints) -> Any:
+        """Return what must be saved of `rows` [M]."""
 
-    def restore(self, state: Any) -> None:
-        """Take over what `snapshot` returned."""
+    def clear(self) -> None:
+        """Make ready for `restore`."""
+
+    def restore(self, rows: Ints, keep: Bools, state: Any) -> None:
+        """Take over those of `rows` [M] that `keep` [M] marks from what `snapshot` returned of them."""
 
     def recover(self, filled: Ints) -> None:
         """Go on with what a former life left, of which the first `filled` [segments] rows of each segment count."""
@@ -81,14 +84,16 @@ class PlainColumn:
         """Return the values at rows."""
         return self.array.take(rows, axis=0)
 
-    def snapshot(self, used: int) -> Array:
-        """Return a copy of the rows below `used`; of a mapped column, which need not fit the memory, a view."""
-        rows = self.array[:used]
-        return np.asarray(rows) if isinstance(rows, np.memmap) else rows.copy()
+    def snapshot(self, rows: Ints) -> Array:
+        """Return a copy of the values at rows."""
+        return np.asarray(self.array.take(rows, axis=0))
 
-    def restore(self, state: Array) -> None:
+    def clear(self) -> None:
+        """Do nothing: rows that are not restored belong to nobody."""
+
+    def restore(self, rows: Ints, keep: Bools, state: Array) -> None:
         """Take over what `snapshot` returned."""
-        self.array[: len(state)] = state
+        self.array[rows[keep]] = state[keep]
 
     def recover(self, filled: Ints) -> None:
         """Do nothing: the rows are where they were."""
@@ -106,7 +111,7 @@ def observation_column(
 
     With `allocate` everything outlives the process: a mapped file then has a name, and goes with `remove_files`.
     """
-    kept = f"observation.{name}"
+    kept = kept_name(name)
     if isinstance(config, Lz4Config) and config.compresses(leaf):
         return CompressedColumn(*segments, leaf.frame_shape, allocate or zeros, kept)
     shape = (segments[0] * segments[1], *leaf.frame_shape)
@@ -121,6 +126,11 @@ def observation_column(
             return PlainColumn(np.memmap(file, leaf.dtype, "w+", shape=shape))
     path = directory / f"{quote(kept, safe='')}{_SUFFIX}"
     return PlainColumn(np.memmap(path, leaf.dtype, "r+" if path.exists() else "w+", shape=shape))
+
+
+def kept_name(leaf: str) -> str:
+    """Return the name of a leaf's column in memory that outlives the process."""
+    return f"observation.{leaf}"
 
 
 def remove_files(directory: Path) -> None:

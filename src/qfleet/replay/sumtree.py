@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -191,8 +192,25 @@ def _smallest(values: Doubles) -> float:
 
 
 def use_numba() -> bool:
-    """Return whether to take the compiled loops: where numba is installed, unless QFLEET_NO_NUMBA=1 forbids it."""
-    return os.environ.get("QFLEET_NO_NUMBA") != "1" and importlib.util.find_spec("numba") is not None
+    """Return whether to take the compiled loops: where numba works, unless QFLEET_NO_NUMBA=1 forbids it."""
+    return not why_no_numba()
+
+
+def why_no_numba() -> str:
+    """Return what keeps numba from being used here; empty if nothing does."""
+    return "QFLEET_NO_NUMBA=1 forbids it" if os.environ.get("QFLEET_NO_NUMBA") == "1" else numba_problem()
+
+
+@cache
+def numba_problem() -> str:
+    """Return what is wrong with numba itself here: not installed, or it cannot be imported; empty if nothing is."""
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed (extra: fast)"
+    try:
+        importlib.import_module("numba")
+    except Exception as error:  # a NumPy that it does not know, a library that does not load
+        return f"numba cannot be imported ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+    return ""
 
 
 def make_sum_tree(capacity: int) -> SumTree:

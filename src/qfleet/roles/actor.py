@@ -1,8 +1,9 @@
 """Acts in environments and sends what happens: where every transition begins.
 
-Receives: Weights (latest value), or InferenceReplies where a server computes the values.
+Receives: Weights (latest value), or InferenceReplies where a server computes the values; Orders (latest value).
 Sends: Experience to its replay shard, or Rollouts to the learner when there is no replay; InferenceRequests.
-Waits for: room in that stream; without a replay also for the weights that its last rollout led to; for replies.
+Waits for: room in that stream; without a replay also for the weights that its last rollout led to; for replies; for
+other orders while all its environments rest.
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ from qfleet.core.metrics import Window
 from qfleet.core.protocols import Counter, Keep, Receiver, Sender, Subscriber
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.spec import EnvSpec
-from qfleet.core.types import Experience, InferenceReply, InferenceRequest, Ints, Notice, Rollout, Version, Weights
+from qfleet.core.types import (
+    Experience,
+    InferenceReply,
+    InferenceRequest,
+    Ints,
+    Notice,
+    Orders,
+    Rollout,
+    Version,
+    Weights,
+)
 from qfleet.core.usercode import UserCode
 from qfleet.envs import EnvConfig, Tick
 from qfleet.envs.stepping import make_stepping
@@ -32,7 +43,15 @@ from qfleet.roles.local import LocalActing
 from qfleet.roles.pending import Pending
 from qfleet.roles.progress import Progress
 from qfleet.roles.recorder import RolloutRecorder, RowRecorder
+from qfleet.roles.resting import Waiting
 from qfleet.roles.served import ServedActing
+
+NO_ROOM = "what was sent is not used up yet"
+UNANSWERED = "the inference server has not answered"
+IN_ENVS = "waiting for environments"
+"""What an actor waits for, as its reports say: the balancer reads these."""
+_ORDERS_S = 0.1
+"""Seconds between two looks for other orders, of an actor that rests."""
 
 
 class ActorConfig(Config):
@@ -83,6 +102,8 @@ class ActorHandles:
     replies: tuple[Receiver[InferenceReply], ...] = ()
     """From the inference server, in the same order."""
     keep: Keep | None = None
+    orders: Subscriber[Orders] | None = None
+    """None where nobody balances the run."""
 
 
 class Actor(Role):
@@ -102,7 +123,7 @@ class Actor(Role):
         first_seed = self._first_env + life * self._total_envs
         seeds = seeding.episode_seeds(setup.seed, "training", envs, first=first_seed)
         self._pending = Pending(*self._env.reset(seeds))
-        self._waiting = self._env.parts
+        self._waiting = Waiting(self._env.units, self._env.parts)
         # cut since the last message, to be named by the next one: the episodes of a former life are
         self._broken: Ints = np.arange(envs if life else 0)
         self._recorder: RowRecorder | RolloutRecorder = (
@@ -124,7 +145,10 @@ class Actor(Role):
             self._acting.close()
             return DONE
         if not self._handles.experience.ready():
-            return Idle("what was sent is not used up yet", wake_on=(self._handles.experience,))
+            return Idle(NO_ROOM, wake_on=(self._handles.experience,))
+        self._obey()
+        if not self._ticks and self._rests():
+            return Idle("not needed now", deadline=_ORDERS_S)
         self._acting.refresh()
         if isinstance(self._recorder, RolloutRecorder) and self._acting.version == self._acted_with:
             return Idle("no newer weights yet", wake_on=self._acting.wake_on, deadline=0.01)
@@ -136,6 +160,17 @@ class Actor(Role):
         self._progress.sent(self._recorder.sequence)
         self._tell_incidents()
         return WORKED
+
+    def _obey(self) -> None:
+        """Follow new orders: some environments rest from now on, others go on where they were."""
+        orders = None if self._handles.orders is None else self._handles.orders.latest()
+        if orders is not None:
+            self._waiting.order(orders.envs[self._setup.index], self._env.seconds)
+            self._env.expect(int(np.count_nonzero(self._waiting.awake)))
+
+    def _rests(self) -> bool:
+        """Return whether nothing happens until there are other orders."""
+        return not (self._waiting.awake.any() or self._env.under_way() or len(self._acting.asked))
 
     def _play(self) -> Status | None:
         """Act for as many ticks as one message holds; fewer for a replay when an episode was cut, which the next names.
@@ -151,6 +186,8 @@ class Actor(Role):
                 break
             asked = self._act()
             if not self._env.under_way():
+                if self._ticks and self._rests():
+                    break
                 return WORKED if asked else self._waits()
             self._tick()
             self._ticks += 1
@@ -161,13 +198,13 @@ class Actor(Role):
             return Idle("its environments are being begun anew", deadline=0.05)
         assert isinstance(self._setup.inference, ServedInference)
         seconds = self._setup.inference.resend_s
-        return Idle("the inference server has not answered", wake_on=self._acting.wake_on, deadline=seconds)
+        return Idle(UNANSWERED, wake_on=self._acting.wake_on, deadline=seconds)
 
     def _act(self) -> bool:
         """Ask for the environments that wait, and act in those whose values are there; returns whether it asked."""
         asked = False
         while self._waiting and self._acting.room:
-            envs = self._waiting.pop(0)
+            envs = self._waiting.pop()
             self._acting.ask(*self._pending.seen(envs), envs)
             asked = True
         while (answered := self._acting.answered()) is not None:
@@ -178,13 +215,13 @@ class Actor(Role):
 
     def _tick(self) -> None:
         """Write down what the next environments did."""
-        self.phase = "waiting for environments" if self._env.watched else "running"
+        self.phase = IN_ENVS if self._env.watched else "running"
         envs, tick = self._env.receive()
         self.phase = "running"
         self._recorder.add(*self._pending.seen(envs), self._pending.chosen(envs), tick, envs)
         self._acting.forget(envs[tick.terminated | tick.truncated | ~tick.valid])
         self._pending.see(envs, tick)
-        self._waiting.append(envs)
+        self._waiting.join(envs)
         self._broken = envs[tick.cut]
         self._count(tick)
 
@@ -211,6 +248,8 @@ class Actor(Role):
         """Return episode statistics and the present exploration."""
         values = {"episodes": float(self._episodes), "epsilon": float(self._epsilons().mean())}
         values["env_steps"] = float(self._progress.counted)
+        if self._handles.orders is not None:
+            values |= self._waiting.load(self._env.seconds)
         if self._episodes:
             values |= {"episode_return": self._returns.mean(), "episode_length": self._lengths.mean()}
         if self._cuts:
@@ -235,17 +274,17 @@ class Actor(Role):
 
     def load_state_dict(self, state: State) -> None:
         """Continue; environments that cannot be restored begin new episodes, and their streams are cut."""
-        self._waiting = self._env.load_state_dict(state["env"])
+        waiting = self._env.load_state_dict(state["env"])
         self._pending = Pending(*self._env.current())
         if state.get("pending") is not None:
-            under_way = np.setdiff1d(np.arange(self._env.num_envs), np.concatenate([[], *self._waiting]))
+            under_way = np.setdiff1d(np.arange(self._env.num_envs), np.concatenate([[], *waiting]))
             self._pending.load_state_dict(state["pending"], under_way)
         self._broken = np.union1d(self._env.cut, state.get("broken", self._env.cut))
         seeding.restore_numpy(self._rng, state["rng"])
         self._acting.load_state_dict(state)
         self._acting.forget(self._env.cut)
-        unasked = (np.setdiff1d(envs, self._acting.asked) for envs in self._waiting)
-        self._waiting = [envs for envs in unasked if len(envs)]
+        unasked = (np.setdiff1d(envs, self._acting.asked) for envs in waiting)
+        self._waiting.begin([envs for envs in unasked if len(envs)])
         self._acted_with = state["acted_with"]
         self._recorder.sequence = state["sequence"]
         self._progress.sent(self._recorder.sequence)

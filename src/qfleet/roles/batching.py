@@ -28,7 +28,8 @@ class Batcher:
 
     def __init__(self, batch: int, deadline_s: float) -> None:
         """Begin empty; `batch` rows are computed at once, and no request waits longer than `deadline_s` for more."""
-        self._batch, self._deadline_s = batch, deadline_s
+        self._batch = batch
+        self.deadline_s = deadline_s
         self._waiting: dict[int, Waiting] = {}
         self.rows = 0
         """How many rows are taken."""
@@ -57,7 +58,7 @@ class Batcher:
         if self.rows >= self._batch or all(client in self._waiting for client in present):
             return 0.0
         oldest = next(iter(self._waiting.values()))
-        return max(0.0, oldest.since + self._deadline_s - now)
+        return max(0.0, oldest.since + self.deadline_s - now)
 
     def take(self) -> list[Waiting]:
         """Return all requests, the oldest first, and begin an empty batch."""

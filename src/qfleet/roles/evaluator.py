@@ -189,6 +189,8 @@ def playing(
     network.set_generator(seeding.torch_stream(seed, "evaluator", purpose=split))
     scores, lengths = [], []
     for at in range(0, episodes, env.num_envs):
+        if at:
+            yield
         score, length = yield from _wave(network, env, seeds[at : at + env.num_envs], config, rng)
         scores.append(score)
         lengths.append(length)

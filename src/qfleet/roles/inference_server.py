@@ -1,6 +1,6 @@
 """Values observations for many actors at once, so that one large batch takes the place of many small ones.
 
-Receives: InferenceRequests from groups of environments of its actors; Weights (latest value).
+Receives: InferenceRequests from groups of environments of its actors; Weights and Orders (latest values).
 Sends: InferenceReplies, each to the group that asked.
 Waits for: requests; a short while for more of them.
 """
@@ -28,10 +28,13 @@ from qfleet.core.config import Config
 from qfleet.core.protocols import Keep, Receiver, Sender, Subscriber
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.spec import EnvSpec
-from qfleet.core.types import InferenceReply, InferenceRequest, Weights
+from qfleet.core.types import InferenceReply, InferenceRequest, Orders, Weights
 from qfleet.core.usercode import UserCode
 from qfleet.roles.batching import Batcher
 from qfleet.roles.weight_store import WeightReader
+
+FOR_MORE = "waits for more requests"
+"""What a server waits for, as its reports say: the balancer reads it."""
 
 
 class _ActingConfig(Config):
@@ -94,6 +97,8 @@ class InferenceHandles:
     weights: Subscriber[Weights]
     keep: Keep | None = None
     """Only tells which life this is: actors ask again what a former one took with it."""
+    orders: Subscriber[Orders] | None = None
+    """None where nobody balances the run."""
 
 
 class InferenceServer(Role):
@@ -122,6 +127,8 @@ class InferenceServer(Role):
         )
         self._batcher = Batcher(setup.inference.batch, setup.inference.deadline_ms / 1000)
         self._answered = [-1] * len(handles.requests)
+        self._expected = set(range(len(handles.requests)))
+        """The clients that are worth waiting for: not those of environments that rest."""
         self._batches = self._requests = self._rows = 0
         self._waited_s = 0.0
 
@@ -137,15 +144,29 @@ class InferenceServer(Role):
 
     def step(self) -> Status:
         """Compute what waits, once it is worth while."""
+        self._obey()
         self._collect()
         present = [client for client, stream in enumerate(self._handles.requests) if not stream.exhausted()]
         if not len(self._batcher):
             return Idle("no requests", wake_on=self._handles.requests) if present else DONE
-        seconds = self._batcher.seconds_left(time.monotonic(), present)
+        seconds = self._batcher.seconds_left(time.monotonic(), self._expected.intersection(present))
         if seconds > 0:
-            return Idle("waits for more requests", wake_on=self._handles.requests, deadline=seconds)
+            return Idle(FOR_MORE, wake_on=self._handles.requests, deadline=seconds)
         self._answer()
         return WORKED
+
+    def _obey(self) -> None:
+        """Follow new orders: another deadline, and other environments that rest."""
+        orders = None if self._handles.orders is None else self._handles.orders.latest()
+        if orders is None:
+            return
+        setup = self._setup
+        self._batcher.deadline_s = orders.deadlines_ms[setup.index] / 1000
+        awake = orders.envs[setup.index :: setup.inference.servers]  # as the actors were dealt out
+        lines, envs = len(self._answered) // len(awake), setup.rows // len(awake)
+        self._expected = {
+            actor * lines + line for actor, count in enumerate(awake) for line in range(-(-lines * count // envs))
+        }
 
     def _collect(self) -> None:
         """Take the next request of every client that does not wait already and has room for its answer."""
@@ -183,6 +204,8 @@ class InferenceServer(Role):
         """Return how well requests come together, and how long they take from their arrival to their answer."""
         return {
             "inference_requests": float(self._requests),
+            "inference_batches": float(self._batches),
+            "inference_rows": float(self._rows),
             "inference_batch": self._rows / max(self._batches, 1),
             "inference_wait_ms": 1000 * self._waited_s / max(self._requests, 1),
         }

@@ -1,15 +1,18 @@
 """Turns batches into better weights: the only role that changes the network.
 
-Receives: Batches from a replay shard, or Rollouts from actors; Evaluated (latest value).
-Sends: Weights (latest value) to the actors, Weights to the evaluator, Priorities to the replay shard, Notices.
+Receives: Batches from the replay shards, or Rollouts from actors; Standings and Evaluated (latest values).
+Sends: Weights (latest value) to the actors, Weights to the evaluator, Priorities to the replay shards, Notices.
 Waits for: the next batch.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,21 +23,38 @@ from pydantic import Field
 from qfleet.accel.choices import CHANGED, Choices, Job, choose
 from qfleet.accel.choose import workload
 from qfleet.accel.config import AccelConfig
-from qfleet.algo.agent import AgentConfig, RolloutAgent, TabularAgent
+from qfleet.accel.graphs import Recording
+from qfleet.accel.mirror import ReplayMirror
+from qfleet.accel.precision import set_deterministic
+from qfleet.accel.transfers import CudaLink
+from qfleet.algo.agent import AgentConfig, ReplayAgent, RolloutAgent, TabularAgent
 from qfleet.algo.model_io import read_tensors
-from qfleet.algo.networks import NetworkConfig, QNetwork, build_network
+from qfleet.algo.networks import NetworkConfig, QNetwork, build_network, foreign_randomness
 from qfleet.algo.optim import OptimConfig
-from qfleet.algo.updates import DeepUpdate, Update, UpdateResult, build_update
+from qfleet.algo.updates import ReplayUpdate, Update, UpdateResult, build_update
 from qfleet.algo.warmstart import warm_start
 from qfleet.core import seeding
 from qfleet.core.config import Config
 from qfleet.core.errors import QfleetError
-from qfleet.core.protocols import Counter, Keep, Publisher, Receiver, Sender, Subscriber
+from qfleet.core.protocols import Counter, Keep, KeptRows, Publisher, Receiver, Sender, Subscriber
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.spec import EnvSpec
-from qfleet.core.types import Batch, Evaluated, Ints, Notice, Priorities, Rollout, SequenceBatch, Version, Weights
+from qfleet.core.types import (
+    Batch,
+    Evaluated,
+    Ints,
+    Notice,
+    Priorities,
+    Rollout,
+    SequenceBatch,
+    Standing,
+    Version,
+    Weights,
+)
 from qfleet.core.usercode import UserCode
 from qfleet.parallel.gradsync import GradientGroup
+from qfleet.roles.feed import Feed
+from qfleet.roles.updating import Ahead, Message, OneByOne, Updating
 from qfleet.roles.weight_store import snapshot
 
 
@@ -43,8 +63,8 @@ class LearnerConfig(Config):
 
     batch_size: int = Field(128, gt=0)
     """Transitions of one update (sequences, for an agent with memory), over all learner ranks together."""
-    train_period: float = Field(4.0, gt=0)
-    """Environment steps of the whole run for each update."""
+    train_period: float = Field(4.0, ge=1 / 256)
+    """Environment steps of the whole run for each update; below 1 there are several updates for each step."""
     learning_starts: int = Field(1000, ge=1)
     """Stored transitions before the first update."""
     evaluated: Literal["online", "target"] = "online"
@@ -52,7 +72,7 @@ class LearnerConfig(Config):
     publish_period: int = Field(32, gt=0)
     """Updates after which weights are published at the latest; an idle learner publishes at once."""
     skips: int = Field(3, gt=0)
-    """Non-finite updates in a row that stop the run."""
+    """Non-finite updates in a row that stop the run; a GPU that works ahead may make a few more before it does."""
     snapshot_s: float = Field(10.0, gt=0)
     """Seconds between two states that a learner keeps: what is lost at most when its process dies."""
 
@@ -90,6 +110,10 @@ class LearnerSetup:
     warm_start_part: Literal["all", "torso"]
     code: UserCode
     accel: AccelConfig
+    ahead: bool = False
+    """Whether the next batch may be on its way while one is learned from: not where roles take turns."""
+    max_decay: float = 1.0
+    """Factor on the maximum priority of several shards at each write-back."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +121,8 @@ class LearnerHandles:
     """What a learner sees of the run; ranks other than the first publish nothing."""
 
     batches: tuple[Receiver[Batch | SequenceBatch | Rollout], ...]
-    priorities: Sender[Priorities] | None
+    priorities: tuple[Sender[Priorities], ...]
+    """One for each shard; none for uniform sampling."""
     weights: Publisher[Weights] | None
     models: Sender[Weights] | None
     events: Sender[Notice | Evaluated] | None
@@ -107,6 +132,10 @@ class LearnerHandles:
     """Updates of the run; the first rank counts."""
     keep: Keep | None = None
     """Where states outlive the learner; None where nothing does."""
+    standings: tuple[Subscriber[Standing], ...] = ()
+    """What several shards have to draw from, one for each; none for one shard."""
+    rows: KeptRows | None = None
+    """The shard's memory, where the learner has a copy of its observations; None where batches have them."""
 
 
 class Learner(Role):
@@ -118,9 +147,14 @@ class Learner(Role):
         self._setup, self._handles = setup, handles
         group = setup.group
         self._group = GradientGroup(group.rank, group.size, group.rendezvous, timeout_s=300.0) if group else None
+        self._feed = Feed(handles.batches, handles.priorities, handles.standings, setup.max_decay)
         self._update = self._build_update()
+        self._mirror = self._build_mirror()
+        self._updating = self._build_updating()
+        self._unsent: deque[Priorities] = deque()
+        """What the replay shard has no room for yet; empty where every update is waited for."""
         self._batches_seen = self._updates = self._skips = self._skipped = 0
-        self._evaluations_due = 0
+        self._evaluations_due = self._forgiven = 0
         self._lag_sum, self._reward_scale = 0, 1.0
         self._latest: dict[str, torch.Tensor] = {}
         self._published: Version | None = None
@@ -145,6 +179,7 @@ class Learner(Role):
 
     def _commit(self) -> State:
         """Make the present state outlive this process; return it."""
+        self._account(wait=True)
         state = self._state()
         if self._handles.keep is not None:
             self._handles.keep.commit({"life": self._handles.keep.life, "state": state})
@@ -157,30 +192,63 @@ class Learner(Role):
         if setup.warm_start is not None:
             report = warm_start(network, read_tensors(setup.warm_start), setup.warm_start_part)
             self._notice("warm_start", str(report))
+        if text := foreign_randomness(network):
+            self._notice("inexact", text)
         network = network.to(device)
-        generator = seeding.torch_stream(setup.seed, self.kind, purpose="update", device=device)
+        self._generator = seeding.torch_stream(setup.seed, self.kind, purpose="update", device=device)
         hook = self._group.all_reduce_ if self._group else None
         self._choices = self._choose(network, device)
         if self._choices is None:
-            return build_update(setup.agent, network, setup.optim, generator, setup.total_updates, hook)
+            return build_update(setup.agent, network, setup.optim, self._generator, setup.total_updates, hook)
         self._notice("accel", self._choices.description)
         return build_update(
             setup.agent,
             network,
             setup.optim,
-            generator,
+            self._generator,
             setup.total_updates,
             hook,
             self._choices.gradient,
             self._choices.stepper,
         )
 
+    def _build_updating(self) -> Updating:
+        """Return how messages become updates."""
+        if not self._works_ahead:
+            return OneByOne(self._update, self._mirror)
+        assert isinstance(self._update, ReplayUpdate)
+        assert self._choices is not None
+        link = CudaLink(torch.device(self._setup.device))
+        record = partial(Recording, generators=(self._generator,), enabled=self._choices.recorded)
+        return Ahead(self._update, link, self._setup.learner.publish_period, record, self._mirror)
+
+    def _build_mirror(self) -> ReplayMirror | None:
+        """Return the learner's copy of the shard's observations, where it has one."""
+        rows, keep = self._handles.rows, self._handles.keep
+        if rows is None or not isinstance(self._update, ReplayUpdate):
+            return None
+        whole = keep is not None and keep.life > 0
+        mirror = ReplayMirror(self._setup.spec.observations, rows, torch.device(self._setup.device), whole)
+        self._update.seen = mirror.seen
+        return mirror
+
+    @property
+    def _works_ahead(self) -> bool:
+        """Whether a GPU is given the next batch while it learns; the ranks of a group must stop at the same update."""
+        setup, agent = self._setup, self._setup.agent
+        transitions = isinstance(agent, ReplayAgent) and agent.memory is None
+        return setup.ahead and transitions and setup.group is None and torch.device(setup.device).type == "cuda"
+
     def _choose(self, network: QNetwork, device: torch.device) -> Choices | None:
         """Return how updates are computed; None for tables and sequences, for which there is one way only."""
         setup = self._setup
         if isinstance(setup.agent, TabularAgent) or network.recurrent:
             return None
-        barred = {"graphs": "only fused loops are recorded"}
+        barred = {}
+        if not self._works_ahead:
+            barred["graphs"] = "the learner waits for every update"
+        elif setup.code.network is not None:
+            barred["graphs"] = "a network of one's own may wait for the device"
         if isinstance(setup.agent, RolloutAgent):
             barred["compile"] = "a pipeline's minibatches differ in size"
         work = workload(setup.agent, setup.network, setup.optim, setup.spec, setup.code)
@@ -195,44 +263,60 @@ class Learner(Role):
             self._update.score(float(score.returns.mean()))
         if self._offer_model():
             return WORKED
-        if self._handles.priorities is not None and not self._handles.priorities.ready():
-            return Idle("replay has not taken the priorities", wake_on=(self._handles.priorities,))
-        received = (stream.receive() for stream in self._handles.batches)
-        message = next((message for message in received if message is not None), None)
-        if message is not None:
+        self._account(wait=False)
+        self._send_priorities()
+        if full := self._feed.full():
+            return Idle("replay has not taken the priorities", wake_on=full)
+        message = self._feed.receive()
+        if message is not None or self._updating.waiting:
             self._learn(message)
-            if self._batches_seen % self._setup.learner.publish_period == 0:
-                self._publish()
+            return WORKED
+        if self._account(wait=True):  # with nothing else to do, wait for the device
+            self._send_priorities()
             return WORKED
         if self._publish():
             return WORKED
-        if all(stream.exhausted() for stream in self._handles.batches):
+        if self._feed.exhausted():
             return self._finish()
-        return Idle("no batch", wake_on=self._handles.batches)
+        return Idle("no batch", wake_on=self._feed.awaited)
 
-    def _learn(self, message: Batch | SequenceBatch | Rollout) -> None:
-        if message.version.epoch == self._epoch:  # numbers of two epochs cannot be compared
-            self._lag_sum += self._version.number - message.version.number
-        result = self._made(message)
+    def _learn(self, message: Message | None) -> None:
+        """Take a message, if one came, and learn from this or the one before; publish when that is due."""
+        learned = self._advance(message)
+        self._account(wait=False)
+        self._send_priorities()
+        if learned and self._batches_seen % self._setup.learner.publish_period == 0:
+            self._publish()
+
+    def _advance(self, message: Message | None) -> bool:
+        """Take a message, if one came; return whether one was learned from."""
+        learned = self._updating.advance(message)
+        if learned is None:
+            return False
+        if learned.version.epoch == self._epoch:  # numbers of two epochs cannot be compared
+            self._lag_sum += self._version.number - learned.version.number
         self._batches_seen += 1
-        self._updates += result.updates
-        self._far[0] = self._updates
-        self._latest = result.metrics
-        if self._handles.weights is not None:
-            self._handles.updates.add(result.updates)
-        if isinstance(message, Batch | SequenceBatch):
-            self._reward_scale = message.reward_scale
-            if self._handles.priorities is not None and result.priority is not None:
-                self._handles.priorities.send(Priorities(message.index, message.generation, result.priority))
-        self._guard(result)
+        if isinstance(learned, Batch | SequenceBatch):
+            self._reward_scale = learned.reward_scale
+        return True
 
-    def _made(self, message: Batch | SequenceBatch | Rollout) -> UpdateResult:
-        """Learn from a message; count by the device what only the device knows."""
-        if isinstance(self._update, DeepUpdate):
-            self._update.prepare()
-        result = self._update(message)
-        made = self._update.updates - self._updates
-        return replace(result, updates=made, skipped=result.updates + result.skipped - made)
+    def _account(self, wait: bool) -> bool:
+        """Count the updates whose outcome is known by now, with `wait` all of them; return whether there were any."""
+        finished = self._updating.finished(wait)
+        for message, result in finished:
+            self._updates += result.updates
+            self._far[0] = self._updates
+            self._latest = result.metrics
+            if self._handles.weights is not None:
+                self._handles.updates.add(result.updates)
+            if isinstance(message, Batch | SequenceBatch) and self._handles.priorities and result.priority is not None:
+                self._unsent.append(Priorities(message.index, message.generation, result.priority, message.shard))
+            self._guard(result)
+        return bool(finished)
+
+    def _send_priorities(self) -> None:
+        while self._unsent and self._feed.has_room(self._unsent[0].shard):
+            self._feed.write_back(self._unsent.popleft())
 
     def _guard(self, result: UpdateResult) -> None:
         """Name every skipped update; give up after several in a row that no loss scale is to blame for."""
@@ -241,8 +325,11 @@ class Learner(Role):
             self._skips = 0
         if not result.skipped:
             return
-        if self._choices is None or self._choices.forgiven() < result.skipped:
-            self._skips += 1
+        if self._choices is not None:
+            self._forgiven += self._choices.forgiven()  # perhaps for updates too that are still to be accounted for
+        # Those that were made divide the others into rows, of which one has its share at least, wherever it was.
+        self._skips += math.ceil(max(result.skipped - self._forgiven, 0) / (result.updates + 1))
+        self._forgiven = max(self._forgiven - result.skipped, 0)
         text = f"update {self._updates + 1}: the loss or its gradient is not finite; the update was skipped"
         if self._skips >= self._setup.learner.skips:
             raise QfleetError(
@@ -309,7 +396,12 @@ class Learner(Role):
         }
 
     def state_dict(self) -> State:
-        """Return networks, optimiser, schedules and counters, which a later life begins with, too."""
+        """Return networks, optimiser, schedules and counters, which a later life begins with, too.
+
+        Learns from what is on its way to the device first: the streams, which are saved too, no longer have it.
+        """
+        while self._updating.waiting:
+            self._advance(None)
         return self._commit()
 
     def _state(self) -> State:
@@ -321,11 +413,15 @@ class Learner(Role):
             "reward_scale": self._reward_scale,
             "settings": self._settings,
             "epoch": self._epoch,
+            "feed": self._feed.state_dict(),
+            "unsent": list(self._unsent),
         }
 
     def load_state_dict(self, state: State) -> None:
         """Continue."""
         self._load(state)
+        if self._mirror is not None:
+            self._mirror.renew()  # the shard was restored too
         self._far[0] = self._updates
         self._commit()
 
@@ -334,15 +430,19 @@ class Learner(Role):
         self._batches_seen, self._updates, self._skips, self._skipped, self._evaluations_due = state["counters"]
         self._published, self._lag_sum = state["published"], state["lag_sum"]
         self._reward_scale, self._epoch = state["reward_scale"], state.get("epoch", 0)
-        if state.get("settings", self._settings) != self._settings:
+        if "feed" in state:  # older checkpoints have none
+            self._feed.load_state_dict(state["feed"])
+        self._updating, self._unsent = self._build_updating(), deque(state.get("unsent", ()))
+        if {**self._settings, **state.get("settings", {})} != self._settings:
             self._notice("accel_changed", CHANGED)
 
     @property
     def _settings(self) -> dict[str, Any]:
         """How updates are computed, as it is saved."""
-        return {} if self._choices is None else self._choices.settings.model_dump()
+        return {} if self._choices is None else self._choices.fingerprint
 
     def close(self) -> None:
-        """Leave the learner group."""
+        """Leave the learner group, and give the process's switches back."""
+        set_deterministic(False)
         if self._group is not None:
             self._group.close()

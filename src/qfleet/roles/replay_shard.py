@@ -1,7 +1,7 @@
 """Keeps what the actors saw and pushes batches to the learner, at the rate that the run's limiter allows.
 
 Receives: Experience from its actors, Priorities from the learner.
-Sends: Batches, one part of each for every learner rank.
+Sends: Batches, one part of each for every learner rank; its Standing (latest value) where it is not the only shard.
 Waits for: new experience, room in the batch streams, or the limiter.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from qfleet.algo.schedules import Schedule
 from qfleet.core import seeding
 from qfleet.core.errors import QfleetError
 from qfleet.core.failpoints import failpoint
-from qfleet.core.protocols import Counter, Keep, Receiver, Sender
+from qfleet.core.protocols import Counter, Keep, Publisher, Receiver, Sender
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.spec import EnvSpec, LeafSpec
-from qfleet.core.types import Batch, Experience, Priorities, SequenceBatch, Version
+from qfleet.core.types import Batch, Experience, Priorities, SequenceBatch, Standing, Version
 from qfleet.replay import RateLimiter, Replay, ReplayConfig, SequenceWindow
 from qfleet.replay.storage import remove_files
 
@@ -34,6 +35,7 @@ class ShardSetup:
     replay: ReplayConfig
     spec: EnvSpec
     streams: int
+    """Environments of the actors that this shard serves."""
     n_step: int
     gamma: float
     normalise_rewards: bool
@@ -51,6 +53,13 @@ class ShardSetup:
     """How episodes are cut into sequences, for agents with memory; None for transitions."""
     extras: Mapping[str, LeafSpec] = field(default_factory=dict)
     """What actors send with each row besides."""
+    mirrored: bool = False
+    """Whether the learner has a copy of the rows, so that batches need not have the observations."""
+    part: Fraction = Fraction(1)
+    """How much of the run's capacity this shard has."""
+    look_again_s: float | None = None
+    """Seconds after which an idle shard looks again what is due: other shards make updates due, and draw them, without
+    waking this one. None where it is the only one, or where roles take turns."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,8 @@ class ShardHandles:
     inserts: Counter
     samples: Counter
     """Batches drawn by all shards."""
+    standing: Publisher[Standing] | None = None
+    """Where it tells how much it has to draw from; None for the only shard."""
     keep: Keep | None = None
     """Where rows and ledger outlive the shard; None where nothing does."""
 
@@ -86,6 +97,7 @@ class ReplayShard(Role):
             streams=setup.streams,
             n_step=setup.n_step,
             gamma=setup.gamma,
+            part=setup.part,
             rng=seeding.numpy_stream(setup.seed, self.kind, setup.index, seeding.of_life("sampling", life)),
             sequence=setup.sequence,
             extras=setup.extras,
@@ -102,8 +114,11 @@ class ReplayShard(Role):
         )
         self._version = Version()
         self._turn = 0
+        self._told = Standing(0.0, 0.0)
         if keep is not None and life > 0:
             self._recover(keep)
+        if setup.mirrored:
+            self._replay.store.mirror()
 
     def _recover(self, keep: Keep) -> None:
         """Be the shard of the last commit; what came after it is still in the streams."""
@@ -116,8 +131,8 @@ class ReplayShard(Role):
         self._replay.recover(ledger["replay"])
         self._limiter.forgiven = ledger["forgiven"]
         self._version, self._turn = ledger["version"], ledger["turn"]
-        inserts = self._handles.inserts  # no other role writes this counter
-        inserts.add(self._replay.counts["inserted"] - inserts.total())
+        inserts = self._handles.inserts
+        inserts.add(self._replay.counts["inserted"] - inserts.own())
 
     def _ledger(self) -> State:
         return {
@@ -139,6 +154,7 @@ class ReplayShard(Role):
         took = self._take_priorities() + self._take_experience()
         if took:
             self._commit()
+            self._tell_standing()
         room = all(sender.ready() for sender in self._handles.batches)
         due = self._limiter.may_sample() and len(self._replay) > 0
         if due and room:
@@ -150,9 +166,10 @@ class ReplayShard(Role):
             for sender in self._handles.batches:
                 sender.close()
             return DONE
+        deadline = self._setup.look_again_s
         if due:
-            return Idle("the learner has not taken its batch", wake_on=self._handles.batches)
-        return Idle("no new experience", wake_on=self._handles.experience)
+            return Idle("the learner has not taken its batch", wake_on=self._handles.batches, deadline=deadline)
+        return Idle("no new experience", wake_on=self._handles.experience, deadline=deadline)
 
     def _take_priorities(self) -> int:
         taken = 0
@@ -175,11 +192,27 @@ class ReplayShard(Role):
                 taken += 1
         return taken
 
+    def _tell_standing(self) -> None:
+        """Let the learner know when the mass has changed by a hundredth, or the least value at all."""
+        if self._handles.standing is None:
+            return
+        now, told = self._replay.standing, self._told
+        if now.least != told.least or abs(now.mass - told.mass) > 0.01 * told.mass:
+            self._handles.standing.publish(now)
+            self._told = now
+
     def _send_batch(self) -> None:
         beta = self._setup.beta.at(self._handles.env_steps.total())
         draw = self._replay.sample_sequences if self._setup.sequence else self._replay.sample
         batch: Batch | SequenceBatch = draw(self._setup.batch_size, beta)
-        batch = dataclasses.replace(batch, version=self._version, global_size=self._setup.batch_size)
+        batch = dataclasses.replace(
+            batch,
+            version=self._version,
+            global_size=self._setup.batch_size,
+            shard=self._setup.index,
+            least=self._replay.sampler.least,
+            beta=beta,
+        )
         self._handles.samples.add(1)
         ranks = len(self._handles.batches)
         for rank, sender in enumerate(self._handles.batches):
@@ -198,14 +231,19 @@ class ReplayShard(Role):
             "limiter": self._limiter.state_dict(),
             "version": self._version,
             "turn": self._turn,
+            "told": self._told,
         }
 
     def load_state_dict(self, state: State) -> None:
         """Continue; what the limiter was owed beyond its tolerance is forgiven."""
         self._replay.load_state_dict(state["replay"])
         self._limiter.load_state_dict(state["limiter"])
-        self._limiter.forgive()
+        if self._handles.standing is None:  # counters of several shards come back one after the other
+            self._limiter.forgive()
         self._version, self._turn = state["version"], state["turn"]
+        self._told = state.get("told", self._told)
+        if self._setup.mirrored:
+            self._replay.store.mirror()
         self._commit()
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from qfleet.core.errors import ConfigError
 from qfleet.runtime.graph import End, Graph, ends
-from qfleet.runtime.keeps import FileKeep, create_keep
+from qfleet.runtime.keeps import FileKeep, KeepReader, create_keep
 from qfleet.runtime.latest import LatestPublisher, LatestSubscriber, create_latest
 from qfleet.runtime.memory import attach, create
 from qfleet.runtime.streams import Bell, Level, StreamReceiver, StreamSender, create_stream, read_level
@@ -29,13 +29,17 @@ class SharedCounter:
         """Add to this writer's cell."""
         self._cells[self._writer] += amount
 
+    def own(self) -> int:
+        """Return what this writer's cell holds."""
+        return int(self._cells[self._writer])
+
     def total(self) -> int:
         """Return the sum over all writers."""
         return int(self._cells.sum())
 
     def state(self) -> int:
         """Return this writer's part."""
-        return int(self._cells[self._writer])
+        return self.own()
 
     def load(self, state: int) -> None:
         """Continue from this writer's former part."""
@@ -59,6 +63,8 @@ class Ports:
         stem = edge_stem(self.folder, end.edge)
         if end.side == "keep":
             return FileKeep(keep_stem(self.folder, end.edge), self.life, end.setting)
+        if end.side == "kept":
+            return KeepReader(keep_stem(self.folder, end.edge))
         if end.side == "sender":
             return StreamSender(Bell(self.sockets[end.edge, end.side]), stem, end.setting)
         if end.side == "receiver":

@@ -1,7 +1,8 @@
 """Checkpoints on disk: complete or absent, hashed, readable without running any code, and never half loaded.
 
 Layout: `checkpoints/000000012345/` with `manifest.json` (format, position, sha256 of every file and of itself) and, for
-each role, `NAME.msgpack` (plain values) and `NAME.safetensors` (arrays).
+each role, `NAME.msgpack` (plain values) and `NAME.safetensors` (arrays). What stays from one checkpoint to the next
+lies in `checkpoints/chunks/` (see `chunkfiles`); `NAME.chunks` and the manifest say what a checkpoint needs of it.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from safetensors.numpy import load_file, save_file
 
 from qfleet.core import codec
 from qfleet.core.errors import CheckpointError
+from qfleet.core.failpoints import failpoint
 from qfleet.core.role import State
+from qfleet.runtime import chunkfiles
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
-_READABLE = (1,)
+_READABLE = (1, 2)
+"""Format 1 had all of a role's state in its two files."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +43,22 @@ class Found:
 
 
 def write_state(directory: Path, name: str, state: State) -> None:
-    """Write one role's state as two files."""
+    """Write one role's state as two files, and those of its chunks that have no file yet."""
+    state, chunks = chunkfiles.write_all(_chunk_folder(directory), state)
     header, arrays = codec.pack(state)
     # Zero-dimensional and empty arrays keep their shape; safetensors wants contiguous ones.
     tensors = {str(i): np.ascontiguousarray(a).reshape(a.shape) for i, a in enumerate(arrays)}
     try:
         save_file(tensors, directory / f"{name}.safetensors")
         (directory / f"{name}.msgpack").write_bytes(header)
+        if chunks:
+            (directory / f"{name}.chunks").write_text("\n".join(chunks))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{directory / name}: cannot be written ({error}); is there room on the disk?") from error
 
 
 def read_state(directory: Path, name: str) -> State:
-    """Read one role's state back."""
+    """Read one role's state back; its chunks are read one by one, by whoever takes the state over."""
     try:
         header = (directory / f"{name}.msgpack").read_bytes()
         arrays = load_file(directory / f"{name}.safetensors")
@@ -62,7 +69,7 @@ def read_state(directory: Path, name: str) -> State:
         ) from error
     except (SafetensorError, ValueError, KeyError, IndexError) as error:
         raise CheckpointError(f"{directory / name}: damaged ({error})") from error
-    return state
+    return chunkfiles.found(_chunk_folder(directory), state)
 
 
 def save(root: Path, env_steps: int, fill: Callable[[Path], None], meta: dict[str, Any], keep: int) -> Path:
@@ -78,18 +85,31 @@ def save(root: Path, env_steps: int, fill: Callable[[Path], None], meta: dict[st
     partial.mkdir()
     try:
         fill(partial)
+        failpoint("checkpoint.before_manifest")
         _write_manifest(partial, {"env_steps": env_steps, **meta})
-        for path in partial.iterdir():
+        for path in (*partial.iterdir(), partial, *root.glob(chunkfiles.FOLDER)):
             _fsync(path)
-        _fsync(partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    failpoint("checkpoint.before_rename")
     os.rename(partial, final)
     _fsync(root)
+    failpoint("checkpoint.before_removal")
     for old in complete(root)[:-keep]:
         shutil.rmtree(old)
+    _remove_chunks(root)
     return final
+
+
+def _remove_chunks(root: Path) -> None:
+    """Delete the chunks that no checkpoint names."""
+    try:
+        manifests = [json.loads((directory / MANIFEST).read_text()) for directory in complete(root)]
+        named = {name for manifest in manifests for name in manifest.get("chunks", ())}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return  # what a damaged manifest names is not known: nothing is removed before it is gone
+    chunkfiles.remove_all_but(named, root / chunkfiles.FOLDER)
 
 
 def complete(root: Path) -> list[Path]:
@@ -117,6 +137,8 @@ def verify(directory: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path}: missing from the checkpoint")
         if name not in files or _sha256(path) != files[name]:
             raise CheckpointError(f"{path}: damaged (its hash differs from the manifest's)")
+    for name in manifest.get("chunks", ()):
+        chunkfiles.verify(_chunk_folder(directory), name)
     return dict(manifest)
 
 
@@ -141,6 +163,11 @@ def set_aside(found: Found) -> None:
             os.rename(directory, aside)
 
 
+def _chunk_folder(directory: Path) -> Path:
+    """Return where a checkpoint's chunks lie: beside it."""
+    return directory.parent / chunkfiles.FOLDER
+
+
 def _new_name(root: Path, env_steps: int) -> Path:
     """Return a name that sorts after all of the same step."""
     name = f"{env_steps:012d}"
@@ -150,7 +177,8 @@ def _new_name(root: Path, env_steps: int) -> Path:
 
 def _write_manifest(directory: Path, content: dict[str, Any]) -> None:
     files = {path.name: _sha256(path) for path in sorted(directory.iterdir())}
-    manifest = {"format": FORMAT, "files": files, **content}
+    chunks = {name for path in directory.glob("*.chunks") for name in path.read_text().split()}
+    manifest = {"format": FORMAT, "files": files, "chunks": sorted(chunks), **content}
     (directory / MANIFEST).write_text(json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from qfleet.core.protocols import Counter, Keep, Publisher, Receiver, Sender, Subscriber
+from qfleet.core.protocols import Counter, Keep, KeptRows, Publisher, Receiver, Sender, Subscriber
 from qfleet.core.role import Role
 
 
@@ -19,7 +19,7 @@ class End:
     """One end of an edge, or a keep, to be opened by a placement for the role that holds it."""
 
     edge: str
-    side: Literal["sender", "receiver", "publisher", "subscriber", "counter", "keep"]
+    side: Literal["sender", "receiver", "publisher", "subscriber", "counter", "keep", "kept"]
     capacity: int = 0
     """How many messages a stream holds at most."""
     reader: int = 0
@@ -95,17 +95,18 @@ class Graph:
         sender = End(name, "sender", capacity, setting=setting, optional=optional)
         return cast("Sender[Any]", sender), cast("Receiver[Any]", receiver)
 
-    def publisher(self, name: str) -> Publisher[Any]:
-        """Return the writing end of a latest-value edge."""
+    def publisher(self, name: str, optional: bool = False) -> Publisher[Any]:
+        """Return the writing end of a latest-value edge; an `optional` one may be new to a checkpoint."""
         self.latest_values.setdefault(name, 0)
-        return cast("Publisher[Any]", End(name, "publisher"))
+        return cast("Publisher[Any]", End(name, "publisher", optional=optional))
 
-    def subscriber(self, name: str, views: bool = False) -> Subscriber[Any]:
-        """Return one more reading end of a latest-value edge.
+    def subscriber(self, name: str, views: bool = False, optional: bool = False) -> Subscriber[Any]:
+        """Return one more reading end of a latest-value edge; an `optional` one may be new to a checkpoint.
 
         With `views` a value's arrays may be gone when the next one is read: for roles that copy them at once.
         """
-        return cast("Subscriber[Any]", End(name, "subscriber", reader=_next(self.latest_values, name), views=views))
+        reader = _next(self.latest_values, name)
+        return cast("Subscriber[Any]", End(name, "subscriber", reader=reader, views=views, optional=optional))
 
     def counter(self, name: str) -> Counter:
         """Return one more writer's end of a run-wide counter."""
@@ -117,6 +118,10 @@ class Graph:
             raise ValueError(f"the keep '{name}' is drawn twice")
         self.keeps.add(name)
         return cast("Keep", End(name, "keep", setting=setting))
+
+    def kept(self, name: str) -> KeptRows:
+        """Return a sight of the arrays in another role's keep; only for placements on one machine."""
+        return cast("KeptRows", End(name, "kept"))
 
 
 def _next(counts: dict[str, int], name: str) -> int:

@@ -1,6 +1,7 @@
 """The only loop: steps roles, and waits on the handles that idle ones named.
 
-Inline, one host steps every role of the run in a fixed order; elsewhere each role has a host of its own.
+Inline, one host steps every role of the run in a fixed order; elsewhere each role has a host of its own. In lock-step
+these only step when the supervisor's host says so, in the same fixed order.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from qfleet.core.errors import Deadlock, QfleetError, RoleFailure
 from qfleet.core.failpoints import failpoint
@@ -18,6 +19,23 @@ from qfleet.runtime.graph import End, Node, ends, open_handles
 
 Wait = Callable[[Sequence[Any], float | None], None]
 """Waits until one of the waitables changes or the seconds have passed; given by the placement."""
+
+
+class Stepped(Protocol):
+    """A role as a host sees it: here, or elsewhere and stepped by message."""
+
+    node: Node
+    status: Status
+    """What its last step returned."""
+
+    def step(self) -> None:
+        """Step the role once."""
+
+    def waited(self, seconds: float) -> None:
+        """Account for time in which this role was idle."""
+
+
+S = TypeVar("S", bound=Stepped)
 
 
 @dataclass
@@ -77,7 +95,7 @@ def build(node: Node, open_end: Callable[[End], Any]) -> Hosted:
         raise RoleFailure(node.kind, node.index, cause) from error
 
 
-class Host:
+class Host(Generic[S]):
     """Steps its roles in a fixed order, round after round.
 
     Without a `wait` nothing outside this host can wake a role: idle roles without a deadline are then a deadlock.
@@ -86,7 +104,7 @@ class Host:
 
     def __init__(
         self,
-        hosted: Sequence[Hosted],
+        hosted: Sequence[S],
         wait: Wait | None = None,
         acknowledge: Callable[[], None] | None = None,
     ) -> None:
@@ -110,7 +128,7 @@ class Host:
         if not (self._step(self._relays) or self._step(self._sources)) and not self.done:
             self._rest(longest_wait)
 
-    def _step(self, roles: Sequence[Hosted]) -> bool:
+    def _step(self, roles: Sequence[S]) -> bool:
         worked = False
         for hosted in roles:
             if not isinstance(hosted.status, Done):

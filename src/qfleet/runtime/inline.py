@@ -87,19 +87,39 @@ class LocalSubscriber:
         return self._source.value
 
 
-class LocalCounter:
-    """A run-wide counter within one process."""
+class LocalCells:
+    """All cells of a run-wide counter within one process."""
 
     def __init__(self) -> None:
-        self.value = 0
+        self.cells: list[int] = []
+        self.total = 0
+
+    def load(self, state: list[int] | int) -> None:
+        """Continue from former cells; older checkpoints have their sum alone, which the first writer then has."""
+        cells = [state] if isinstance(state, int) else state
+        self.cells = [*cells, *self.cells[len(cells) :]]
+        self.total = sum(self.cells)
+
+
+class LocalCounter:
+    """One writer's cell of a run-wide counter within one process."""
+
+    def __init__(self, counter: LocalCells, writer: int) -> None:
+        self._counter, self._writer = counter, writer
+        counter.cells += [0] * (writer + 1 - len(counter.cells))
 
     def add(self, amount: int) -> None:
-        """Add to the counter."""
-        self.value += amount
+        """Add to this writer's cell."""
+        self._counter.cells[self._writer] += amount
+        self._counter.total += amount
+
+    def own(self) -> int:
+        """Return what this writer's cell holds."""
+        return self._counter.cells[self._writer]
 
     def total(self) -> int:
-        """Return the value."""
-        return self.value
+        """Return the sum over all writers."""
+        return self._counter.total
 
 
 class InlinePlacement:
@@ -125,7 +145,7 @@ class InlinePlacement:
         if end.side in ("sender", "receiver"):
             return self._edges.setdefault(end.edge, LocalStream(end.capacity, self._copy))
         if end.side == "counter":
-            return self._edges.setdefault(end.edge, LocalCounter())
+            return LocalCounter(self._edges.setdefault(end.edge, LocalCells()), end.reader)
         source = self._edges.setdefault(end.edge, LocalLatest(self._copy))
         if end.side == "publisher":
             return source
@@ -162,7 +182,7 @@ class InlinePlacement:
             elif isinstance(edge, LocalLatest):
                 edges[name] = {"value": edge.value, "stamp": edge.stamp}
             else:
-                edges[name] = edge.value
+                edges[name] = edge.cells
         seen = {name: subscriber.seen for name, subscriber in self._subscribers.items()}
         checkpoint.write_state(directory, "edges", {"edges": edges, "seen": seen})
 
@@ -180,7 +200,7 @@ class InlinePlacement:
             elif isinstance(edge, LocalLatest):
                 edge.value, edge.stamp = content["value"], content["stamp"]
             else:
-                edge.value = content
+                edge.load(content)
         for name, seen in saved["seen"].items():
             self._subscribers[name].seen = seen
         for hosted in self._host.hosted:

@@ -50,7 +50,7 @@ class FileKeep:
     def array(self, name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """Return the array of that name: zeros in the first life, later what the former life left in it."""
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-        path = self._stem.with_name(f"{self._stem.name}.array.{quote(name, safe='')}")
+        path = _array_path(self._stem, name)
         if not path.exists():
             self._create(path, max(nbytes, 1), f"'{name}', {list(shape)} of {np.dtype(dtype)},")
         buffer = attach(path)
@@ -77,6 +77,23 @@ class FileKeep:
         except NoRoom as error:
             raise ConfigError(error.told(what, self._setting)) from error
         os.rename(partial, path)
+
+
+class KeepReader:
+    """Sees the arrays of another role's keep in files that begin with `stem`."""
+
+    def __init__(self, stem: Path) -> None:
+        self._stem = stem
+
+    def rows(self, name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        """Return the array of that name, whose entries have this shape, as it is now and will be; not to be written."""
+        array: NDArray[Any] = attach(_array_path(self._stem, name)).view(dtype).reshape(-1, *shape)
+        array.flags.writeable = False
+        return array
+
+
+def _array_path(stem: Path, name: str) -> Path:
+    return stem.with_name(f"{stem.name}.array.{quote(name, safe='')}")
 
 
 def create_keep(stem: Path) -> None:

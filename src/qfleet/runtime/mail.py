@@ -222,24 +222,28 @@ class MailCounter:
     """One writer's cell of a run-wide counter, and what is known of the others'."""
 
     def __init__(self) -> None:
-        self.own = 0
+        self._own = 0
         self.others = 0
 
     def add(self, amount: int) -> None:
         """Add to this writer's cell."""
-        self.own += amount
+        self._own += amount
+
+    def own(self) -> int:
+        """Return what this writer's cell holds."""
+        return self._own
 
     def total(self) -> int:
         """Return the sum over all writers, as far as it is known here."""
-        return self.own + self.others
+        return self._own + self.others
 
     def state(self) -> int:
         """Return this writer's part."""
-        return self.own
+        return self._own
 
     def load(self, state: int) -> None:
         """Continue from this writer's former part."""
-        self.own = state
+        self._own = state
 
 
 class MailRoom:
@@ -284,7 +288,7 @@ class MailRoom:
 
     def cells(self) -> dict[tuple[str, int], int]:
         """Return the own parts of all counters."""
-        return {(edge, reader): end.own for (edge, side, reader), end in self._ends.items() if side == "counter"}
+        return {(edge, reader): end.own() for (edge, side, reader), end in self._ends.items() if side == "counter"}
 
     def gather(self, cells: dict[tuple[str, int], int]) -> dict[str, int]:
         """At the caller: note the parts of one holder; returns all totals."""

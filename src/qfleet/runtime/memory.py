@@ -18,8 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from qfleet.core.errors import QfleetError
+from qfleet.core.errors import ConfigError, QfleetError
 from qfleet.runtime.framing import Buffer, Frame
+
+ELSEWHERE = "QFLEET_SHARED_MEMORY"
+"""The variable that names another folder for shared memory; best one that lies in memory too."""
 
 
 class NoRoom(QfleetError):
@@ -34,7 +37,8 @@ class NoRoom(QfleetError):
         remedy = f", or lower {setting}" if setting else ""
         return (
             f"shared memory is too small: {what} takes {self._needed / 1e6:.1f} MB and {self._free / 1e6:.1f} MB are "
-            f"free in {self._root}; make it larger (docker run --shm-size=...){remedy}"
+            f"free in {self._root}; make it larger (docker run --shm-size=...), name another folder by {ELSEWHERE}"
+            f"{remedy}"
         )
 
 
@@ -58,9 +62,20 @@ class RunFolder:
 
 
 def shared_memory_root() -> Path:
-    """Return the folder that lies in memory, or the temporary folder where a system has none."""
+    """Return the folder that lies in memory, or the temporary folder where a system has none; or the one wished for."""
+    if wished := os.environ.get(ELSEWHERE):
+        if not os.access(wished, os.W_OK | os.X_OK):
+            raise ConfigError(f"{ELSEWHERE} is '{wished}', which is not a folder that can be written to")
+        return Path(wished)
     shared = Path("/dev/shm")
     return shared if shared.is_dir() else Path(tempfile.gettempdir())
+
+
+def free_bytes(root: Path | None = None) -> int:
+    """Return how much fits the shared-memory folder, once the leftovers of dead runs are removed."""
+    root = root or shared_memory_root()
+    remove_leftovers(root)
+    return shutil.disk_usage(root).free
 
 
 def remove_leftovers(root: Path) -> list[Path]:

@@ -19,7 +19,7 @@ import time
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import connection
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from qfleet.runtime.graph import Graph, Node, ends
 from qfleet.runtime.memory import RunFolder
 from qfleet.runtime.restarts import Restarts
 from qfleet.runtime.supervisor import Member, SupervisedPlacement
+from qfleet.runtime.waiting import Waiter
 from qfleet.runtime.watchdog import Standstill, Watchdog
 from qfleet.runtime.worker import Answer, Command, OpenEnds, Worker, failed, set_threads
 
@@ -49,7 +50,7 @@ class ProcessPlacement(SupervisedPlacement):
     `spawn` names the kinds of roles that must not be forked; `threads` gives the threads of torch and OpenMP by kind,
     one where not given. A role that holds a keep and dies or hangs is begun anew, unless it is one of several of a
     kind in `groups`, which live and die together: `restarts` times if its deaths follow each other quickly. It hangs
-    when one of its steps takes longer than `stall` seconds.
+    when one of its steps takes longer than `stall` seconds. In `lockstep` roles step one at a time, in inline's order.
     """
 
     name = "processes"
@@ -62,8 +63,9 @@ class ProcessPlacement(SupervisedPlacement):
         groups: Collection[str] = (),
         restarts: int = 5,
         stall: float = 60.0,
+        lockstep: bool = False,
     ) -> None:
-        super().__init__(graph)
+        super().__init__(graph, lockstep)
         failpoints.arm(failpoints.wanted(), "supervisor", everyone=False)
         payloads = [_payload(node) for node in graph.nodes]
         self._mortal = _mortal(graph, groups)
@@ -291,10 +293,20 @@ def _cause_of_death(exit_code: int | None) -> str:
 
 
 def _preload(graph: Graph) -> None:
-    """Name what the forkserver imports before its first child; has no effect once it runs."""
+    """Start the forkserver with what its children need; has no effect once it runs.
+
+    A terminal's Ctrl-C is for the supervisor: the forkserver would show where it was in its imports.
+    """
     modules = {node.build.__module__ for node in graph.nodes}
     own = sorted(module for module in modules if module.startswith("qfleet."))
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", __name__, *own])
+    resource_tracker.ensure_running()  # beforehand, since it unblocks the signal
+    heeded = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process begins with what is blocked here
+    try:
+        with _main_module_hidden():
+            forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, heeded)
 
 
 def _payload(node: Node) -> bytes:
@@ -334,9 +346,10 @@ def _child_main(setup: _Setup, control: Connection, supervisor: int) -> None:
             control.send(what)
 
     alarm, ring = multiprocessing.Pipe(duplex=False)
+    waiter = Waiter(alarm)
 
     def wait(waitables: Sequence[Any], seconds: float | None) -> None:
-        if alarm in connection.wait([*waitables, alarm], seconds):
+        if waiter.wait(waitables, seconds):
             alarm.recv_bytes()
 
     try:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from qfleet.core.errors import ConfigError, RoleFailure
 from qfleet.core.protocols import Incident, Report
+from qfleet.core.role import WORKED, Status
 from qfleet.core.types import Notice
-from qfleet.runtime.graph import Graph
+from qfleet.runtime.graph import Graph, Node
+from qfleet.runtime.host import Host
 from qfleet.runtime.worker import Answer, Command
 
 _LISTEN_S = 0.1
@@ -44,13 +47,35 @@ def starting(name: str, kind: str, index: int) -> Member:
     return Member(name, Report(kind, index, "starting", {}, 0.0, {}))
 
 
+@dataclass
+class Turn:
+    """A role elsewhere that steps only when it is told to, as the host of a lock-step run sees it."""
+
+    node: Node
+    take: Callable[[], Status]
+    """Has the role step once, and waits for that."""
+    status: Status = WORKED
+
+    def step(self) -> None:
+        """Have the role step once."""
+        self.status = self.take()
+
+    def waited(self, seconds: float) -> None:
+        """Do nothing: its worker accounts for its time."""
+
+
 class SupervisedPlacement(ABC):
-    """A placement whose roles run in workers; a subclass says how to reach them."""
+    """A placement whose roles run in workers; a subclass says how to reach them.
+
+    In `lockstep` they step one at a time, in the order in which one process would step them.
+    """
 
     name: str
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, lockstep: bool = False) -> None:
         self.crew = [starting(node.name, node.kind, node.index) for node in graph.nodes]
+        turns = [Turn(node, partial(self._step, member)) for node, member in zip(graph.nodes, self.crew, strict=True)]
+        self._turns = Host(turns) if lockstep else None
         self._running = False
         self._closed = False
         self._incidents: list[Incident | Notice] = []
@@ -92,15 +117,24 @@ class SupervisedPlacement(ABC):
         return all(member.done for member in self.crew)
 
     def advance(self) -> None:
-        """Hear from the roles for at most a tenth of a second; raises the one error that names a failed role."""
+        """Hear from the roles for at most a tenth of a second; raises the one error that names a failed role.
+
+        In lock-step: let them step one round, as inline does.
+        """
+        if self._turns is not None:
+            self._turns.round()
+            return
         if not self._running:
             self._running = True
             self._tell_all("run")
         self._hear(_LISTEN_S)
 
     def reports(self) -> list[Report]:
-        """Return the newest report of every role."""
-        return [member.report for member in self.crew]
+        """Return the newest report of every role; in lock-step that of this moment."""
+        if self._turns is None or self._closed:
+            return [member.report for member in self.crew]
+        fresh = self._ask("report", self.crew)
+        return [fresh[member.name].report or member.report for member in self.crew]
 
     def incidents(self) -> list[Incident | Notice]:
         """Return what went wrong and did not end the run, since it was last asked."""
@@ -116,12 +150,12 @@ class SupervisedPlacement(ABC):
     def save(self, directory: Path) -> None:
         """Write the states of all roles, paused, and what is on its way between them."""
         self.pause()
-        self._ask("save", directory)
+        self._ask("save", self.crew, str(directory.resolve()))
         self._save_own_ends(directory)
 
     def restore(self, directory: Path) -> None:
         """Continue from what `save` wrote for the same graph; streams are closed anew by their senders."""
-        self._ask("restore", directory)
+        self._ask("restore", self.crew, str(directory.resolve()))
         self._restore_own_ends(directory)
 
     def close(self) -> None:
@@ -134,20 +168,34 @@ class SupervisedPlacement(ABC):
         for member in self.crew:
             self._tell(member, command, argument)
 
-    def _ask(self, command: Command, directory: Path) -> None:
-        self._tell_all(command, str(directory.resolve()))
-        self._await(command, lambda member: self._tell(member, command, str(directory.resolve())))
+    def _step(self, member: Member) -> Status:
+        """Have one role step once."""
+        return self._ask("step", [member])[member.name].status
 
-    def _await(self, what: str, tell_again: Callable[[Member], None] | None = None) -> None:
-        """Wait until every role has answered so; one that is begun anew meanwhile is told again."""
-        missing = {member.name for member in self.crew}
-        while missing:
+    def _ask(self, command: Command, members: Sequence[Member], argument: str = "") -> dict[str, Answer]:
+        """Have roles carry out a command; returns their answers by name. One that is begun anew is told again."""
+
+        def tell(member: Member) -> None:
+            self._tell(member, command, argument)
+
+        for member in members:
+            tell(member)
+        return self._await(command, members, tell)
+
+    def _await(
+        self, what: str, members: Sequence[Member] = (), tell_again: Callable[[Member], None] | None = None
+    ) -> dict[str, Answer]:
+        """Wait until these roles, or all, have answered so; one that is begun anew meanwhile is told again."""
+        awaited = {member.name for member in members or self.crew}
+        answers: dict[str, Answer] = {}
+        while len(answers) < len(awaited):
             for member, answer in self._hear(_LISTEN_S):
-                if answer.what == what:
-                    missing.discard(member.name)
-                elif answer.what == "reborn" and tell_again is not None:
-                    missing.add(member.name)
+                if answer.what == what and member.name in awaited:
+                    answers[member.name] = answer
+                elif answer.what == "reborn" and tell_again is not None and member.name in awaited:
+                    answers.pop(member.name, None)
                     tell_again(member)
+        return answers
 
     def _pause(self) -> None:
         """Bring every role to a stop between two steps.
@@ -194,9 +242,14 @@ class SupervisedPlacement(ABC):
         elif answer.what == "died":
             self._tell_incident(member)
             member.died_at, member.cause = time.monotonic(), answer.cause
+            if self._turns is not None:
+                text = f"{member.name} died: from here on the numbers of this run are not those of an inline one"
+                self._incidents.append(Notice("supervisor", 0, "lockstep", text))
         elif answer.what == "reborn":
             member.life += 1
             member.done, member.report = False, starting(member.name, member.report.kind, member.report.index).report
+            for turn in self._turns.hosted if self._turns is not None else ():
+                turn.status = WORKED if turn.node.name == member.name else turn.status  # it may have been done before
             if self._running:
                 self._tell(member, "run", "")
         elif answer.what == "built":

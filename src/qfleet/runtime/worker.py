@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +15,12 @@ import torch
 
 from qfleet.core.errors import CheckpointError, QfleetError, RoleFailure
 from qfleet.core.protocols import Report
+from qfleet.core.role import WORKED, Idle, Status
 from qfleet.runtime import checkpoint
 from qfleet.runtime.graph import End, Node
-from qfleet.runtime.host import Host, Wait, build
+from qfleet.runtime.host import Host, Hosted, Wait, build
 
-Command = Literal["run", "pause", "save", "restore", "stop"]
+Command = Literal["run", "pause", "step", "report", "save", "restore", "stop"]
 
 _LONGEST_WAIT_S = 1.0
 _REPORT_S = 0.2
@@ -38,6 +38,10 @@ class Answer:
     """Of a failure: that of the error, so that a mistake of the user's stays one."""
     trace: str = ""
     """Of a failure: where it happened."""
+    status: Status = WORKED
+    """Of a step in lock-step: what it returned; the handles to wait on stay here."""
+    report: Report | None = None
+    """Of a report that was asked for."""
 
 
 def failed(error: Exception) -> Answer:
@@ -60,8 +64,8 @@ class OpenEnds:
         self._receivers: list[Any] = []
 
     def open(self, end: End) -> Any:
-        """Return the live handle of an end; the same one each time, but for a keep: no part of a checkpoint."""
-        if end.side == "keep":
+        """Return the live handle of an end; the same one each time, but for keeps: no part of a checkpoint."""
+        if end.side in ("keep", "kept"):
             return self._open_end(end)
         key = f"{end.edge}/{end.side}/{end.reader}"
         if key not in self._opened:
@@ -105,7 +109,7 @@ class Worker:
         self._commands: deque[tuple[Command, str]] = deque()
         self._report = Report(node.kind, node.index, "starting", {}, 0.0, {})
         self._report_due = 0.0
-        self._host: Host | None = None
+        self._host: Host[Hosted] | None = None
         self._phase = ("starting", time.monotonic())
         """The phase that was reported last, and when it was first seen."""
         self._engaged: tuple[str, float] | None = self._phase
@@ -123,7 +127,7 @@ class Worker:
         if phase != self._phase[0]:
             self._phase = (phase, time.monotonic())
         # What a former phase of the same step took must not be held against this one.
-        return dataclasses.replace(self._report, phase=phase, step_s=time.monotonic() - max(since, self._phase[1]))
+        return replace(self._report, phase=phase, step_s=time.monotonic() - max(since, self._phase[1]))
 
     def _occupation(self) -> tuple[str, float]:
         """Return the phase, and since when the worker is in one piece of work; now if it waits."""
@@ -146,7 +150,7 @@ class Worker:
             if self._host is not None:
                 self._host.hosted[0].role.close()
 
-    def _obey(self, host: Host) -> bool:
+    def _obey(self, host: Host[Hosted]) -> bool:
         """Carry out what was commanded, and wait here unless the role is to run; returns whether to go on."""
         while self._commands or not self._running or host.done:
             if not self._commands:
@@ -157,13 +161,13 @@ class Worker:
                 return False
             if name in ("save", "restore"):
                 self._engaged = (name, time.monotonic())
-            self._carry_out(host, name, argument)
+            answer = self._carry_out(host, name, argument)
             self._engaged = None
-            self._answer(Answer(name))
+            self._answer(answer)
         return True
 
-    def _carry_out(self, host: Host, name: Command, argument: str) -> None:
-        role, directory = host.hosted[0].role, Path(argument)
+    def _carry_out(self, host: Host[Hosted], name: Command, argument: str) -> Answer:
+        hosted, directory = host.hosted[0], Path(argument)
         if name == "run":
             self._running = True
         elif name == "pause" and self._running:
@@ -171,14 +175,22 @@ class Worker:
         elif name == "pause" and not host.done:
             # Another role cannot come to its pause without this one (a collective): give it one more round.
             self._round(host, 0.0)
+        elif name == "step":
+            self._round(host, 0.0)
+            status = hosted.status
+            return Answer(name, status=replace(status, wake_on=()) if isinstance(status, Idle) else status)
+        elif name == "report":
+            self._report = hosted.report()
+            return Answer(name, report=self._report)
         elif name == "save":
-            checkpoint.write_state(directory, self._node.name, role.state_dict())
+            checkpoint.write_state(directory, self._node.name, hosted.role.state_dict())
             self._ends.save(directory, self._node.name)
         elif name == "restore":
-            role.load_state_dict(checkpoint.read_state(directory, self._node.name))
+            hosted.role.load_state_dict(checkpoint.read_state(directory, self._node.name))
             self._ends.restore(directory, self._node.name)
+        return Answer(name)
 
-    def _round(self, host: Host, longest_wait: float) -> None:
+    def _round(self, host: Host[Hosted], longest_wait: float) -> None:
         host.round(longest_wait)
         now = time.monotonic()
         if now >= self._report_due or host.done:

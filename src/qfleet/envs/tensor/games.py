@@ -6,12 +6,14 @@ No game and no tensor is loaded before one is made: the command line reads these
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import gymnasium
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from qfleet.core.config import Config
+from qfleet.core.config import Config, describe
+from qfleet.core.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from qfleet.envs.tensor.protocol import Game, TensorEnv
@@ -39,6 +41,10 @@ _GAMES = {
     "minatar-seaquest": _Entry("minatar.seaquest", "Seaquest", 1000, "qfleet/MinAtar-Seaquest"),
     "minatar-space_invaders": _Entry("minatar.space_invaders", "SpaceInvaders", 1000, "qfleet/MinAtar-SpaceInvaders"),
 }
+
+
+_OPTIONS = ("sticky", "ramping", "all_actions")
+"""What the class of a MinAtar game takes."""
 
 
 class TensorConfig(Config):
@@ -73,12 +79,12 @@ class TensorConfig(Config):
     @property
     def options(self) -> dict[str, Any]:
         """What the game's class takes besides the name: nothing outside of MinAtar."""
-        names = ("sticky", "ramping", "all_actions") if self.game.startswith("minatar-") else ()
+        names = _OPTIONS if self.game.startswith("minatar-") else ()
         return {name: getattr(self, name) for name in names}
 
     @model_validator(mode="after")
     def _refuse_options_without_effect(self) -> TensorConfig:
-        for name in ("sticky", "ramping", "all_actions"):
+        for name in _OPTIONS:
             if name not in self.options and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"'{name}' is a setting of the MinAtar games; '{self.game}' has no such thing")
         return self
@@ -89,11 +95,28 @@ def default_time_limit(game: str) -> int | None:
     return _GAMES[game].time_limit
 
 
+def checked_options(game: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a game's class; raises ConfigError for one that it does not have or cannot take."""
+    known = list(inspect.signature(_rules(game)).parameters)
+    for name in options.keys() - set(known):
+        hint = did_you_mean(name, known) or f" It has: {', '.join(known)}"
+        raise ConfigError(f"'{game}' has no option '{name}'.{hint}")
+    try:
+        TensorConfig.model_validate({"game": game, **{name: options[name] for name in _OPTIONS if name in options}})
+    except ValidationError as error:
+        raise ConfigError(f"'{game}': {describe(error, TensorConfig)}") from None
+    return options
+
+
 def make_game(game: str, **options: Any) -> Game:
     """Return the rules of a game; `options` are those of its class."""
-    module = importlib.import_module(f"qfleet.envs.tensor.{_GAMES[game].module}")
-    rules: Game = getattr(module, _GAMES[game].rules)(**options)
+    rules: Game = _rules(game)(**options)
     return rules
+
+
+def _rules(game: str) -> Any:
+    """Return a game's class."""
+    return getattr(importlib.import_module(f"qfleet.envs.tensor.{_GAMES[game].module}"), _GAMES[game].rules)
 
 
 def make_tensor_env(config: TensorConfig, evaluation: bool = False) -> TensorEnv:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from typing import Any
 
 import gymnasium
@@ -11,7 +13,7 @@ from gymnasium import spaces
 
 from qfleet.core.spec import LeafSpec
 from qfleet.envs.spaces import MASK_KEY
-from qfleet.envs.tensor.games import make_game
+from qfleet.envs.tensor.games import checked_options, make_game
 from qfleet.envs.tensor.picture import Picture
 from qfleet.envs.tensor.protocol import GameState
 
@@ -23,7 +25,7 @@ class TensorGame(gymnasium.Env[Any, Any]):
 
     def __init__(self, game: str, render_mode: str | None = None, **options: Any) -> None:
         """`options` are those of the game's class, such as `sticky` of the MinAtar games."""
-        self._game = make_game(game, **options)
+        self._game = make_game(game, **checked_options(game, options))
         spec = self._game.spec
         leaves = {name: _space(leaf) for name, leaf in spec.observations.items()}
         self.observation_space = next(iter(leaves.values())) if spec.plain else spaces.Dict(leaves)
@@ -38,14 +40,22 @@ class TensorGame(gymnasium.Env[Any, Any]):
         return self._look()
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Take an action, a number from 0 on."""
-        self._state, reward, over = self._game.move(self._state, torch.tensor([int(action)]), self._random())
+        """Take an action, a whole number from 0 on; raises ValueError for one that the game does not have."""
+        chosen = torch.tensor([self._checked(action)])
+        self._state, reward, over = self._game.move(self._state, chosen, self._random())
         observation, info = self._look()
         return observation, float(reward), bool(over), False, info
 
     def render(self) -> Picture | None:
         """Return the game as an RGB image [height, width, 3], where that is the render mode."""
         return None if self.render_mode is None else self._game.draw(self._state, 0)
+
+    def _checked(self, action: Any) -> int:
+        count = self._game.spec.actions
+        with contextlib.suppress(TypeError):  # of what is no whole number
+            if 0 <= (number := operator.index(action)) < count:
+                return number
+        raise ValueError(f"action {action!r} is not in the action space: a whole number from 0 to {count - 1}")
 
     def _random(self) -> torch.Tensor:
         return torch.from_numpy(self.np_random.random((1, self._game.draws), dtype=np.float32))

@@ -15,8 +15,8 @@ from qfleet.roles.fused.setup import FusedSetup
 def choose(setup: FusedSetup, network: QNetwork) -> Choices:
     """Return how to compute the updates of this run; see `accel.choices.choose` for what it changes."""
     assert isinstance(setup.agent, ReplayAgent | RolloutAgent)
-    job = Job(setup.accel, setup.agent, setup.optim, torch.device(setup.device), workload_of(setup))
-    return choose_for(job, network)
+    device, work = torch.device(setup.device), workload_of(setup)
+    return choose_for(Job(setup.accel, setup.agent, setup.optim, device, work, former=setup.former), network)
 
 
 def workload_of(setup: FusedSetup) -> Workload:

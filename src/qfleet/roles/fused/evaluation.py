@@ -55,7 +55,8 @@ class DeviceEvaluation:
             self._playing()
             if not bool(self._going.any()):
                 break
-        return self._score.cpu().numpy(), self._length.cpu().numpy()
+        # Copies on a CPU too: the next evaluation plays in the same memory.
+        return self._score.cpu().numpy().copy(), self._length.cpu().numpy().copy()
 
     def _play_some(self) -> None:
         for _ in range(TICKS):

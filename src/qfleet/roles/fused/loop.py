@@ -15,6 +15,7 @@ from qfleet.algo.exploration import epsilons
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.model_io import read_tensors
 from qfleet.algo.networks import build_network
+from qfleet.algo.schedules import Schedule
 from qfleet.algo.updates import DeepUpdate, build_update
 from qfleet.algo.warmstart import warm_start
 from qfleet.core import seeding
@@ -32,7 +33,8 @@ class Progress:
 
     steps: int
     updates: int
-    samples: int
+    batches: int
+    """Batches that were drawn or cut from a rollout."""
     skipped: int = 0
     """Updates that were left out because loss or gradient was not finite."""
     streak: int = 0
@@ -54,7 +56,8 @@ class Loop(ABC):
         settings = self.choices.settings
         compiled = settings.compile if self.device.type == "cuda" else settings.kernels
         self.player = Player(make_tensor_env(setup.env), setup.actor.envs, self.generator, compiled)
-        self._epsilon = torch.zeros(setup.actor.envs, device=self.device)
+        envs = setup.actor.envs
+        self._epsilon = torch.from_numpy(epsilons(setup.exploration, 0, 0, envs, envs)).to(self.device)
         self._seen = [0.0, 0.0, 0.0]
         """The episodes that were counted when metrics were last read, their returns, their lengths."""
         self._recent: dict[str, float] = {}
@@ -62,6 +65,11 @@ class Loop(ABC):
     @abstractmethod
     def advance(self) -> Progress:
         """Act and learn for a while."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the budget is spent."""
+        return self.steps >= self.setup.env_steps
 
     @property
     @abstractmethod
@@ -101,11 +109,10 @@ class Loop(ABC):
             reward = reward.clamp(-env.reward_clip, env.reward_clip)
         return ticked, reward * env.reward_scale
 
-    def set_epsilon(self) -> None:
-        """Bring exploration up to where the run is."""
-        envs = self.setup.actor.envs
-        values = epsilons(self.setup.exploration, self.steps, 0, envs, envs)
-        self._epsilon.copy_(torch.from_numpy(values))
+    def set_epsilon(self, further: int = 0) -> None:
+        """Bring exploration up to where the run is, or is some steps further; does not wait for the device."""
+        if isinstance(self.setup.exploration, Schedule):  # all others stay as they are
+            self._epsilon.fill_(self.setup.exploration.at(self.steps + further))
 
     def count_steps(self) -> int:
         """Return the transitions since the last call. Waits for the device."""
@@ -128,7 +135,7 @@ class Loop(ABC):
             "update": self.update.state_dict(),
             "generator": self.generator.get_state(),
             "steps": self.steps,
-            "settings": self.choices.settings.model_dump(),
+            "settings": self.choices.fingerprint,
             "device": self.device.type,
         }
 
@@ -143,5 +150,8 @@ class Loop(ABC):
         self.update.load_state_dict(state["update"])
         self.generator.set_state(state["generator"])
         self.steps = state["steps"]
-        if state["settings"] != self.choices.settings.model_dump():
+        self.update.prepare()
+        self.set_epsilon()
+        self._seen, self._recent = self.player.finished.tolist(), {}
+        if {**self.choices.fingerprint, **state["settings"]} != self.choices.fingerprint:
             self.report = CHANGED

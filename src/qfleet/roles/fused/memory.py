@@ -22,6 +22,7 @@ ROLLOUT_COPIES = 3
 """A rollout's observations lie as ticks, as one batch, and as the batch that they bootstrap from."""
 WORKSPACE = {"cpu": 0, "cuda": 512 * 2**20}
 """What the matrix libraries and a recording take besides."""
+_SMALLER = "Lower actor.envs, learner.batch_size, evaluation.episodes or the network's size."
 
 
 def require_memory(setup: FusedSetup, parameters: int, available: int | None = None) -> None:
@@ -30,7 +31,11 @@ def require_memory(setup: FusedSetup, parameters: int, available: int | None = N
     Without `available`, it is what this process has or can still get on the run's device.
     """
     room = device_memory(torch.device(setup.device)) if available is None else available
-    fixed = {"model": 4 * MODEL_COPIES * parameters, "passes and recording": pass_bytes(setup)}
+    passes = {
+        ("passes" if setup.device == "cpu" else "passes and recording"): pass_bytes(setup),
+        "evaluation": evaluation_bytes(setup),
+    }
+    fixed = {"model": 4 * MODEL_COPIES * parameters, **passes}
     data, name = data_bytes(setup)
     if data + sum(fixed.values()) <= room:
         return
@@ -67,6 +72,11 @@ def pass_bytes(setup: FusedSetup) -> int:
     return WORKSPACE.get(torch.device(setup.device).type, 0) + samples * _sample_bytes(setup.spec)
 
 
+def evaluation_bytes(setup: FusedSetup) -> int:
+    """Return about how many bytes it takes to play all episodes of an evaluation at once."""
+    return setup.evaluation.episodes * _sample_bytes(setup.spec)
+
+
 def _sample_bytes(spec: EnvSpec) -> int:
     """Return about how many bytes the passes of one sample take."""
     return 4 * PASS_COPIES * sum(math.prod(leaf.shape) for leaf in spec.observations.values())
@@ -84,12 +94,12 @@ def _advice(setup: FusedSetup, left: int) -> str:
     if isinstance(agent, RolloutAgent):
         each = _rollout_bytes(setup.spec, agent) + agent.rollout_length * _sample_bytes(setup.spec)
         fitting = (left + envs * agent.rollout_length * _sample_bytes(setup.spec)) // each
-        return f"Lower actor.envs to at most {fitting:,}." if fitting > 0 else "Choose a smaller network."
+        return f"Lower actor.envs to at most {fitting:,}." if fitting > 0 else _SMALLER
     assert isinstance(agent, ReplayAgent)
     stack = max(leaf.stack for leaf in setup.spec.observations.values())
     length = largest_length(setup.spec, envs, agent.n_step, setup.replay.sampler, max(left, 0))
     if length < agent.n_step + stack:
-        return "No replay.capacity would fit: lower actor.envs, learner.batch_size or the network's size."
+        return f"No replay.capacity would fit: {_SMALLER}"
     return f"Lower replay.capacity to at most {length * envs:,}."
 
 

@@ -10,6 +10,7 @@ import torch
 from qfleet.accel.replay import grid_type
 from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.flat import FlatParameters
+from qfleet.algo.schedules import Schedule
 from qfleet.algo.updates import Learned, ReplayUpdate
 from qfleet.core.role import State
 from qfleet.replay.grid import GridSample, split
@@ -17,13 +18,23 @@ from qfleet.replay.samplers import UniformConfig
 from qfleet.roles.fused.loop import Loop, Progress
 from qfleet.roles.fused.memory import require_memory
 from qfleet.roles.fused.setup import FusedSetup
+from qfleet.roles.learner import LearnerConfig
 
 TICKS = 32
 """Ticks of one eager piece: many enough that looking after the run costs nothing beside them."""
 BATCHES = 8
 """Most batches that are drawn at once where each was to be drawn from the same rows."""
 UPDATES = 256
-"""Updates of one recorded piece, about: the device is waited for once in each."""
+"""Most updates of one piece, about: after each one the run is looked after, and a recorded one waits for the device."""
+LONGEST = 256
+"""Most ticks of one recording: each is hundreds of kernels."""
+PARTS = 100
+"""Pieces, at least, in which a schedule of exploration or of importance weights goes from its start to its end."""
+
+
+def learning_begins(learner: LearnerConfig, agent: ReplayAgent, envs: int) -> int:
+    """Return the transitions after which updates fall due: before, there is too little or nothing complete to draw."""
+    return max(learner.learning_starts, (agent.n_step + 1) * envs)
 
 
 class ReplayLoop(Loop):
@@ -51,10 +62,16 @@ class ReplayLoop(Loop):
         self._streak = 0
         self._two_modes = self.update.online.has_dropout or setup.code.network is not None
         """Whether the network acts in another mode than it learns in."""
+        schedules = [it for it in (setup.exploration, setup.beta) if isinstance(it, Schedule)]
+        self._schedules = [schedule for schedule in schedules if schedule.end not in (None, schedule.start)]
+        """Those that move."""
+        self._begins = learning_begins(setup.learner, self._agent, envs)
         per_tick = envs / setup.learner.train_period
         updates, ticks = max(round(per_tick), 1), max(round(1 / per_tick), 1)
-        self._repeats = max(self.choices.settings.graph_updates // updates, 1)
+        self._repeats = max(min(self.choices.settings.graph_updates // updates, LONGEST // ticks), 1)
         self._cycle_updates, self._cycle_ticks = updates * self._repeats, ticks * self._repeats
+        self._cycles = max(UPDATES // self._cycle_updates, 1) if max(updates, ticks) <= LONGEST else 0
+        """Cycles of one piece at most; 0 where a recording of one would be too long."""
         self._acting, self._learning = self.recording(self._act), self.recording(self._learn_once)
         self._cycling = self.recording(self._cycle)
 
@@ -62,6 +79,11 @@ class ReplayLoop(Loop):
     def evaluated(self) -> FlatParameters:
         """The target's weights, or the online network's."""
         return self.update.target_flat if self.setup.learner.evaluated == "target" else self.update.flat
+
+    @property
+    def over(self) -> bool:
+        """Whether the budget is spent, and nothing is left to be learned."""
+        return super().over and self._owed() <= 0
 
     def advance(self) -> Progress:
         """Act for some ticks, and learn as often as the transitions so far ask for."""
@@ -73,33 +95,55 @@ class ReplayLoop(Loop):
             self._advance_eagerly()
         made, tried = self.update.updates - before, self._tried - tried
         streak = tried - made if made == 0 else self._streak
-        return Progress(self.steps - steps, made, tried * self.setup.learner.batch_size, tried - made, streak)
+        return Progress(self.steps - steps, made, tried, tried - made, streak)
 
     def _advance_eagerly(self) -> None:
         """Tick by tick: after each one learn what is owed."""
+        tried = self._tried
         for _ in range(TICKS):
-            self._run_ticks(1)
+            if self._owed() <= 0:
+                self._run_ticks(1)
             self._settle()
-            if self.steps >= self.setup.env_steps:
+            if self.steps >= self.setup.env_steps or self._tried - tried >= UPDATES:
                 break
 
     def _advance_recorded(self) -> None:
         """Many cycles of acting and learning at once, in about the right ratio; then settle the difference."""
+        if self._owed() <= 0:
+            self._run_until_due()
+        self._settle()
+
+    def _run_until_due(self) -> None:
+        """Act and learn as long as nothing else is due, or act only where learning is ahead or not begun."""
+        room = self._room()
         if not self._learns():
-            self._run_ticks(TICKS)
+            self._run_ticks(min(TICKS, room))
             return
-        ahead = -self._owed() * self.setup.learner.train_period / self.setup.actor.envs
-        if ahead >= 1:
-            self._run_ticks(int(ahead))
-        self._prepare()
-        cycles = max(UPDATES // self._cycle_updates, 1)
-        for _ in range(cycles):
+        ahead = min(int(-self._owed() * self.setup.learner.train_period / self.setup.actor.envs), room)
+        cycles = min(self._cycles, (room - ahead) // self._cycle_ticks)
+        if ahead or not cycles:
+            self._run_ticks(ahead or min(TICKS, room))
+        if cycles:
+            self._run_cycles(cycles)
+
+    def _room(self) -> int:
+        """Return the ticks, at least one, before the budget, an evaluation or the beginning of learning is due."""
+        every = self.setup.evaluation.every
+        due = (self.setup.env_steps, self._begins, (self.steps // every + 1) * every)
+        return max(min(step - self.steps for step in due if step > self.steps) // self.setup.actor.envs, 1)
+
+    def _run_cycles(self, cycles: int) -> None:
+        steps = self._cycle_ticks * self.setup.actor.envs
+        moving = [schedule.steps for schedule in self._schedules if self.steps < schedule.steps]
+        stride = max(min(moving) // (PARTS * steps), 1) if moving else cycles
+        for done in range(cycles):
+            if done % stride == 0:
+                self._prepare(done * steps)  # about: to know how many were resets, one would have to wait
             self._cycling()
         self._latest = self._of_cycle
         self._ticks += cycles * self._cycle_ticks
         self._tried += cycles * self._cycle_updates
         self.count_steps()
-        self._settle()
 
     def _run_ticks(self, ticks: int) -> None:
         self._prepare()
@@ -109,8 +153,11 @@ class ReplayLoop(Loop):
         self.count_steps()
 
     def _settle(self) -> None:
-        """Learn what the transitions so far ask for beyond what was learned."""
-        owed = self._owed()
+        """Learn what the transitions so far ask for beyond what was learned.
+
+        That is done in pieces of bounded size: what is left over comes first in the next one, before anything is acted.
+        """
+        owed = min(self._owed(), UPDATES)
         while owed > 0:
             drawn = 1 if self.choices.recorded else min(owed, self._drawn)
             if drawn > 1:
@@ -123,19 +170,18 @@ class ReplayLoop(Loop):
 
     def _learns(self) -> bool:
         """Return whether there is enough to learn from."""
-        return self.steps >= self.setup.learner.learning_starts and self._ticks > self._agent.n_step + 1
+        return self.steps >= self._begins and self._ticks > self._agent.n_step + 1
 
     def _owed(self) -> int:
         """Return how many updates the transitions so far ask for beyond those that were tried; may be below 0."""
-        learner = self.setup.learner
         if not self._learns():
             return 0
-        return math.floor((self.steps - learner.learning_starts) / learner.train_period) - self._tried
+        return math.floor((self.steps - self._begins) / self.setup.learner.train_period) - self._tried
 
-    def _prepare(self) -> None:
-        """Bring exploration and importance weights up to where the run is."""
-        self.set_epsilon()
-        self._beta.fill_(self.setup.beta.at(self.steps))
+    def _prepare(self, further: int = 0) -> None:
+        """Bring exploration and importance weights up to where the run is, or is some steps further."""
+        self.set_epsilon(further)
+        self._beta.fill_(self.setup.beta.at(self.steps + further))
 
     def _cycle(self) -> None:
         for _ in range(self._repeats):

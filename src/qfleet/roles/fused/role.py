@@ -7,13 +7,18 @@ Waits for: room for its results.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from qfleet.accel.precision import set_deterministic
+from qfleet.accel.table import Settings
 from qfleet.algo.agent import ReplayAgent
+from qfleet.algo.networks import foreign_randomness
 from qfleet.core.errors import QfleetError
 from qfleet.core.protocols import Counter, Sender
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
@@ -22,7 +27,7 @@ from qfleet.roles.fused.evaluation import DeviceEvaluation
 from qfleet.roles.fused.loop import Loop, Progress
 from qfleet.roles.fused.replay_loop import ReplayLoop
 from qfleet.roles.fused.rollout_loop import RolloutLoop
-from qfleet.roles.fused.setup import FusedSetup
+from qfleet.roles.fused.setup import FusedSetup, without_effect
 from qfleet.roles.weight_store import snapshot
 
 
@@ -42,22 +47,34 @@ class Fused(Role):
     kind = "fused"
 
     def __init__(self, setup: FusedSetup, handles: FusedHandles) -> None:
-        self._setup, self._handles = setup, handles
-        self._loop: Loop = ReplayLoop(setup) if isinstance(setup.agent, ReplayAgent) else RolloutLoop(setup)
-        self._evaluation = DeviceEvaluation(setup, self._loop.choices)
+        self._handles = handles
+        self._build(setup)
         self._best, self._due = -np.inf, 0
         self._skips = self._skipped = 0
         self._finished = False
-        self._notice("accel", self._loop.choices.description)
+        self._describe()
+        if idle := without_effect(setup):
+            self._notice("no_effect", f"a fused loop makes no use of {' and '.join(idle)}")
         if self._loop.report:
             self._notice("warm_start", self._loop.report)
             self._loop.report = ""
+
+    def _build(self, setup: FusedSetup) -> None:
+        self._setup = setup
+        self._loop: Loop = ReplayLoop(setup) if isinstance(setup.agent, ReplayAgent) else RolloutLoop(setup)
+        self._evaluation = DeviceEvaluation(setup, self._loop.choices)
+
+    def _describe(self) -> None:
+        """Say how updates are computed, and what of the network cannot be resumed exactly."""
+        self._notice("accel", self._loop.choices.description)
+        if text := foreign_randomness(self._loop.update.online):
+            self._notice("inexact", text)
 
     def step(self) -> Status:
         """Evaluate if that is due, else act and learn for a while."""
         if not self._handles.events.ready():
             return Idle("results are not read", wake_on=(self._handles.events,))
-        over = self._loop.steps >= self._setup.env_steps
+        over = self._loop.over
         due = self._loop.steps // self._setup.evaluation.every
         if self._finished:
             return DONE
@@ -68,7 +85,7 @@ class Fused(Role):
         progress = self._loop.advance()
         self._handles.env_steps.add(progress.steps)
         self._handles.updates.add(progress.updates)
-        self._handles.samples.add(progress.samples)
+        self._handles.samples.add(progress.batches)
         self._guard(progress)
         return WORKED
 
@@ -90,9 +107,11 @@ class Fused(Role):
         self._skipped += progress.skipped
         forgiven = self._loop.choices.forgiven() if progress.skipped else 0
         self._skips = max(progress.streak - forgiven, 0) + (0 if progress.updates else self._skips)
-        if self._skips >= self._setup.learner.skips:
+        # Those that were made divide the others into rows, of which one has its share at least, wherever it was.
+        row = max(math.ceil((progress.skipped - forgiven) / (progress.updates + 1)), self._skips)
+        if row >= self._setup.learner.skips:
             raise QfleetError(
-                f"{self._skips} updates in a row were not finite (NaN or infinity), the last ones after update"
+                f"{row} updates in a row were not finite (NaN or infinity), the last ones after update"
                 f" {self._loop.update.updates}. Checkpoints saved before are kept."
                 " Lower optim.lr, set optim.max_grad_norm, or check the rewards."
             )
@@ -117,9 +136,24 @@ class Fused(Role):
 
     def load_state_dict(self, state: State) -> None:
         """Continue; a longer budget goes on after the end."""
+        self._compute_as_before(state["loop"]["settings"])
         self._loop.load_state_dict(state["loop"])
         if self._loop.report:
             self._notice("accel_changed", self._loop.report)
         self._best = state["best"]
         self._due, self._skips, self._skipped, finished = state["counters"]
         self._finished = bool(finished) and self._loop.steps >= self._setup.env_steps
+
+    def close(self) -> None:
+        """Give the process's switches back."""
+        set_deterministic(False)
+
+    def _compute_as_before(self, saved: Mapping[str, Any]) -> None:
+        """Build the loop anew with the settings it had, where a probe's choice since then has others."""
+        former = Settings.model_validate({name: saved[name] for name in saved if name in Settings.model_fields})
+        if former == self._loop.choices.settings:
+            return
+        setup = replace(self._setup, former=former)
+        del self._loop, self._evaluation  # a device may not have room for two
+        self._build(setup)
+        self._describe()

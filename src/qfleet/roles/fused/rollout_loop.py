@@ -43,8 +43,10 @@ class RolloutLoop(Loop):
         # Ticks that only begin an episode are no steps, so how many rollouts the budget takes shows on the way.
         self.update.prepare(math.ceil(before * self.setup.env_steps / self.steps) if self.steps else None)
         self._working()
-        made, steps = self.update.updates - before, self.count_steps()
-        return Progress(steps, made, steps * self._agent.epochs, tried - made, tried if made == 0 else 0)
+        made = self.update.updates - before
+        if made < tried:
+            tried -= self.update.take_empty()
+        return Progress(self.count_steps(), made, tried, tried - made, tried if made == 0 else 0)
 
     def _work(self) -> None:
         self._latest = self.update.learn(self._play()).metrics

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from qfleet.accel.config import AccelConfig
+from qfleet.accel.table import Settings
 from qfleet.algo.agent import AgentConfig
 from qfleet.algo.exploration import ExplorationConfig
 from qfleet.algo.networks import NetworkConfig
@@ -47,3 +48,15 @@ class FusedSetup:
     """Directory of a model to begin with."""
     warm_start_part: Literal["all", "torso"]
     code: UserCode
+    former: Settings | None = None
+    """How a run that goes on was computed before."""
+
+
+def without_effect(setup: FusedSetup) -> list[str]:
+    """Return the settings that were changed and are for a pipeline alone."""
+    pipeline = {
+        "actor.unroll": (setup.actor.unroll, ActorConfig().unroll),
+        "learner.publish_period": (setup.learner.publish_period, LearnerConfig().publish_period),
+        "learner.snapshot_s": (setup.learner.snapshot_s, LearnerConfig().snapshot_s),
+    }
+    return [name for name, (given, usual) in pipeline.items() if given != usual]

@@ -1,0 +1,116 @@
+"""Which rows lie in which chunk: a checkpoint writes the rows that are new or changed, and names the other chunks.
+
+Every stored row has one home, the chunk with its newest values. Rows are reused in the order in which they were
+written, so that chunks fall out of use one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from qfleet.core.chunks import Chunk
+from qfleet.core.role import State
+from qfleet.core.types import Bools, Ints
+from qfleet.replay.segments import NONE, Chains
+
+_SMALL_ROWS, _MOST_CHUNKS = 1024, 1024
+"""A chunk of fewer rows than the first, or than its share of the second, is written again with the next new rows."""
+_LARGE_BYTES = 2**26
+"""What is read into memory at once."""
+
+
+class RowChunks:
+    """The chunks of one replay; `read(rows)` returns what must be kept of rows, which take `row_bytes` each."""
+
+    def __init__(self, chains: Chains, read: Callable[[Ints], State], row_bytes: int) -> None:
+        self._chains, self._read = chains, read
+        capacity = chains.segments * chains.rows
+        self._small = max(_SMALL_ROWS, capacity // _MOST_CHUNKS)
+        self._large = max(2 * self._small, _LARGE_BYTES // row_bytes)
+        self._chunks: list[Chunk] = []
+        self._home: Ints = np.full(capacity, NONE, np.int64)
+        """For each row its chunk, NONE if it has to be written."""
+        self._generation: Ints = chains.generation.copy()
+        """Of each segment, when the homes of its rows were noted."""
+        self._open: Ints = np.empty(0, np.int64)
+        """The rows whose windows were open then: what completes a window changes the row that it began with."""
+
+    def state_dict(self, pending: Ints) -> State:
+        """Return the chunks with all stored rows, and for runs of rows their home and length.
+
+        `pending` are the rows [M] whose windows are open (NONE is none). New chunks have no name yet; one that gets
+        none before the next call is divided anew.
+        """
+        stored = self._forget_changed()
+        self._chunks, self._home = self._settled()
+        for rows in _parts(np.flatnonzero(stored & (self._home == NONE)), self._large):
+            self._home[rows] = len(self._chunks)
+            self._add(None)
+        self._generation, self._open = self._chains.generation.copy(), pending[pending != NONE]
+        begins = np.flatnonzero(np.diff(self._home, prepend=NONE - 1))
+        lengths = np.diff(begins, append=len(self._home))
+        return {"chunks": list(self._chunks), "home": np.stack([self._home[begins], lengths])}
+
+    def load_state_dict(self, state: State, pending: Ints, place: Callable[[State, Bools], None]) -> None:
+        """Read all chunks and have their content placed, with the mask of the rows that count; `chains` is as saved."""
+        self._chunks, self._home = [], np.repeat(*state["home"])
+        for number, chunk in enumerate(state["chunks"]):
+            content = chunk.read()
+            place(content, self._home[rows_of(content["rows"])] == number)
+            self._add(chunk.name)
+        self._generation, self._open = self._chains.generation.copy(), pending[pending != NONE]
+
+    def _add(self, name: str | None) -> None:
+        chunk = Chunk(dict, name)
+        chunk.read = partial(self._content, chunk)  # not by its number, which changes when chunks before it go
+        self._chunks.append(chunk)
+
+    def _content(self, chunk: Chunk) -> State:
+        rows = np.flatnonzero(self._home == self._chunks.index(chunk))
+        return {"rows": runs_of(rows), **self._read(rows)}
+
+    def _forget_changed(self) -> Bools:
+        """Take their home from rows that changed; return for each row whether it belongs to a stream."""
+        chains = self._chains
+        stored: Bools = np.arange(chains.rows) < chains.filled[:, None]
+        by_segment = self._home.reshape(chains.segments, chains.rows)
+        by_segment[chains.generation != self._generation] = NONE
+        by_segment[~stored] = NONE
+        self._home[self._open] = NONE
+        return stored.ravel()
+
+    def _settled(self) -> tuple[list[Chunk], Ints]:
+        """Return the chunks that stay as they are, and where that leaves each row.
+
+        Those without rows go. The newest ones are divided anew if they were never written, or are so small that
+        frequent checkpoints would leave very many of them.
+        """
+        counts = np.bincount(self._home[self._home != NONE], minlength=len(self._chunks))
+        end = len(self._chunks)
+        while end and (self._chunks[end - 1].name is None or counts[end - 1] < self._small):
+            end -= 1
+        stays = counts[:end] > 0
+        number = np.full(len(self._chunks) + 1, NONE)  # its last entry is that of NONE
+        number[:end][stays] = np.arange(np.count_nonzero(stays))
+        return [chunk for chunk, there in zip(self._chunks, stays, strict=False) if there], number[self._home]
+
+
+def runs_of(rows: Ints) -> Ints:
+    """Return ascending `rows` [M] as first numbers and lengths [2, K] of runs without a gap."""
+    begins = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+    return np.stack([rows[begins], np.diff(begins, append=len(rows))])
+
+
+def rows_of(runs: Ints) -> Ints:
+    """Return the rows that `runs_of` took."""
+    first, length = runs
+    skipped = first - (np.cumsum(length) - length)
+    rows: Ints = np.repeat(skipped, length) + np.arange(int(length.sum()))
+    return rows
+
+
+def _parts(rows: Ints, size: int) -> list[Ints]:
+    return [rows[begin : begin + size] for begin in range(0, len(rows), size)]

@@ -1,0 +1,80 @@
+"""The environments of an actor that wait for an action, and which of them rest because the balancer wants it so."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qfleet.core.types import Bools, Ints
+
+Doubles = NDArray[np.float64]
+
+_SLOW = 3.0
+"""An environment is slow when its step takes so many times as long as those of the fastest quarter."""
+
+
+class Waiting:
+    """Parts of E environments in the order in which they are to be acted for.
+
+    Those that rest are kept aside: nothing is done to them, and their episodes go on later where they are.
+    """
+
+    def __init__(self, units: Sequence[Ints], parts: Sequence[Ints]) -> None:
+        """Begin with all in line, in `parts`; the environments of a unit can only rest together."""
+        self._units = units
+        self._resting: Bools = np.zeros(sum(len(unit) for unit in units), bool)
+        self.begin(parts)
+
+    def begin(self, parts: Sequence[Ints]) -> None:
+        """Let `parts` be all that waits."""
+        self._line: deque[Ints] = deque()
+        self._aside: list[Ints] = []
+        for envs in parts:
+            self.join(envs)
+
+    def __len__(self) -> int:
+        """Return how many parts are to be acted for."""
+        return len(self._line)
+
+    @property
+    def awake(self) -> Bools:
+        """Which environments [E] do not rest."""
+        return ~self._resting
+
+    def join(self, envs: Ints) -> None:
+        """Let environments `envs` [K] wait."""
+        if not self._resting.any():
+            self._line.append(envs)
+            return
+        rest = self._resting[envs]
+        for part, queue in ((envs[~rest], self._line), (envs[rest], self._aside)):
+            if len(part):
+                queue.append(part)
+
+    def pop(self) -> Ints:
+        """Return the next part to be acted for."""
+        return self._line.popleft()
+
+    def order(self, wanted: int, seconds: Doubles) -> None:
+        """Let at most `wanted` environments stay awake, but one unit unless it is 0.
+
+        Whoever is awake stays so before one that rests, and of both the one whose step takes fewer `seconds` [E].
+        """
+        by_choice = sorted(self._units, key=lambda unit: (bool(self._resting[unit].any()), float(seconds[unit].max())))
+        self._resting[:] = True
+        awake = 0
+        for unit in by_choice:
+            if awake + len(unit) <= wanted or (wanted > 0 and awake == 0):
+                self._resting[unit] = False
+                awake += len(unit)
+        self.begin([*self._line, *self._aside])
+
+    def load(self, seconds: Doubles) -> dict[str, float]:
+        """Return what the balancer goes by: how many environments are awake, rest only together, and are slow."""
+        awake = seconds[self.awake]
+        slow = int(np.count_nonzero(awake > _SLOW * np.quantile(awake, 0.25))) if len(awake) else 0
+        together = max(len(unit) for unit in self._units)
+        return {"acting_envs": float(len(awake)), "envs_together": float(together), "slow_envs": float(slow)}

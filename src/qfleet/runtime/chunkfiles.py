@@ -1,0 +1,119 @@
+"""Chunks on disk: each a file that is named after the hash of its content, written once and shared by checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+from safetensors.numpy import save as to_bytes
+
+from qfleet.core import codec
+from qfleet.core.chunks import Chunk
+from qfleet.core.errors import CheckpointError
+from qfleet.core.failpoints import failpoint
+from qfleet.core.role import State
+
+FOLDER = "chunks"
+_MARK = "__chunk__"
+"""The only key of what stands in a state for a chunk."""
+_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
+
+
+def write_all(folder: Path, state: State) -> tuple[State, list[str]]:
+    """Write every chunk of a state that has no file yet; returns the state with their names in it, and the names."""
+    names: list[str] = []
+
+    def written(value: Any) -> Any:
+        if isinstance(value, Chunk):
+            if value.name is None or not (folder / value.name).is_file():
+                value.name = _write(folder, value.read())
+            names.append(value.name)
+            return {_MARK: value.name}
+        return _mapped(value, written)
+
+    return written(state), names
+
+
+def found(folder: Path, state: State) -> State:
+    """Return a state with chunks in place of their names; their files are read when they are needed."""
+
+    def chunk(value: Any) -> Any:
+        if isinstance(value, dict) and value.keys() == {_MARK}:
+            return Chunk(partial(_read, _path(folder, value[_MARK])), value[_MARK])
+        return _mapped(value, chunk)
+
+    whole: State = chunk(state)
+    return whole
+
+
+def verify(folder: Path, name: str) -> None:
+    """Raise CheckpointError if a chunk is not there, or not as it was written."""
+    path = _path(folder, name)
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing, and the checkpoint needs it") from error
+    if digest != path.stem:
+        raise CheckpointError(f"{path}: damaged (its hash differs from its name)")
+
+
+def remove_all_but(names: Collection[str], folder: Path) -> None:
+    """Delete every file of the folder that is not named, also what a killed process left half written."""
+    for path in folder.glob("*"):
+        if path.name not in names:
+            path.unlink()
+
+
+def _write(folder: Path, content: State) -> str:
+    """Write a chunk; it appears under its name only when complete. Returns the name."""
+    header, arrays = codec.pack(content)
+    tensors = {str(i): np.ascontiguousarray(a).reshape(a.shape) for i, a in enumerate(arrays)}
+    data = to_bytes({**tensors, "header": np.frombuffer(header, np.uint8)})
+    name = f"{hashlib.sha256(data).hexdigest()}.safetensors"
+    failpoint("checkpoint.before_chunk")
+    unfinished = folder / f".partial-{os.getpid()}"
+    try:
+        folder.mkdir(exist_ok=True)
+        with unfinished.open("wb") as file:
+            file.write(data)
+            failpoint("checkpoint.in_chunk")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, folder / name)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise CheckpointError(f"{folder / name}: cannot be written ({error}); is there room on the disk?") from error
+    return name
+
+
+def _read(path: Path) -> State:
+    try:
+        arrays = load_file(path)
+        header = arrays.pop("header").tobytes()
+        content: State = codec.unpack(header, [arrays[str(i)] for i in range(len(arrays))])
+    except (OSError, SafetensorError, ValueError, KeyError, IndexError) as error:
+        raise CheckpointError(f"{path}: damaged ({error})") from error
+    return content
+
+
+def _path(folder: Path, name: str) -> Path:
+    """Return the path of a chunk; refuses a name that could lead elsewhere."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise CheckpointError(f"{folder}: '{name}' is not the name of a chunk")
+    return folder / name
+
+
+def _mapped(value: Any, function: Any) -> Any:
+    """Return a tree of dicts and lists with a function applied to what lies directly below."""
+    if isinstance(value, dict):
+        return {key: function(item) for key, item in value.items()}
+    return [function(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,170 @@
+"""Real signals to real runs, at awkward moments: they end soon, have saved what there was, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import environment, start_words
+
+from qfleet.runtime import checkpoint
+from qfleet.runtime.memory import shared_memory_root
+
+SOON_S, LOADED_S = 10.0, 30.0
+"""How long an end may take; and a process that is still loading modules, which heeds nothing before it has done so."""
+SMALL = {
+    "env-steps": "100000000",
+    "topology": "pipeline",
+    "network.hidden": "16",
+    "learner.learning-starts": "100",
+    "checkpoint.every": "1000000000",
+    "evaluation.every": "1000000000",
+    "track.every-s": "0.1",
+}
+PROCESSES = {"placement": "processes", "actors": "2"}
+WORKERS = {"env.vectorisation": "async", "actor.envs": "4"}
+EVALUATING = {"evaluation.every": "500", "evaluation.episodes": "10000"}
+SAVING = {"checkpoint.every": "1"}
+Flags = dict[str, str]
+
+
+class Started:
+    """A run in a session of its own, as a terminal has one."""
+
+    def __init__(self, run: Path, flags: Flags) -> None:
+        words = [word for name, value in {**SMALL, **flags}.items() for word in (f"--{name}", value)]
+        self.run = run
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
+        self.process = subprocess.Popen(
+            start_words(["train", "gym:CartPole-v1", "--run-dir", str(run), "--quiet", *words]),
+            stdout=subprocess.DEVNULL, stderr=self._errors, env=environment(), start_new_session=True,
+        )  # fmt: skip
+        self.family: dict[int, psutil.Process] = {}
+
+    def wait_for(self, moment: Callable[[Path], bool], seconds: float = 0.0) -> None:
+        """Wait for a moment, and then so much longer."""
+        until = time.monotonic() + 120
+        while not moment(self.run):
+            assert self.process.poll() is None, self.errors()
+            assert time.monotonic() < until, "the moment did not come"
+            self.look()
+            time.sleep(0.005)
+        time.sleep(seconds)
+        self.look()
+
+    def look(self) -> None:
+        """Remember all processes that the run has started so far."""
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            self.family.setdefault(process.pid, process)
+
+    def errors(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read().decode()
+
+    def end(self) -> int:
+        """Wait for the end; return the exit code. Fails if that takes long, or if anything is left."""
+        code = self.process.wait(SOON_S)
+        until = time.monotonic() + LOADED_S
+        while (left := [process for process in self.family.values() if _lives(process)]) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert not left, [process.cmdline() for process in left]
+        assert not list(shared_memory_root().glob(f"*qfleet-{self.process.pid}-*"))
+        assert "Traceback" not in self.errors()
+        return code
+
+    def clean_up(self) -> None:
+        """Leave nothing to the next test, whatever went wrong."""
+        if self.process.poll() is None:
+            self.look()
+            self.process.kill()
+        self.process.wait()
+        for process in filter(_lives, self.family.values()):
+            process.kill()
+        self._errors.close()
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def started(run: Path) -> bool:
+    return (run / "config.yaml").is_file()
+
+
+def training(run: Path) -> bool:
+    metrics = run / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
+
+
+def saving(run: Path) -> bool:
+    return any((run / "checkpoints").glob(".partial-*")) and len(checkpoint.complete(run / "checkpoints")) > 0
+
+
+CASES = {
+    "training": (PROCESSES, training, 0.0),
+    "starting": (PROCESSES, started, 0.5),
+    "workers": (WORKERS, training, 0.0),
+}
+MORE = {
+    "inline": ({}, training, 0.0),
+    "evaluating": (PROCESSES | EVALUATING, training, 2.0),
+    "evaluating-inline": (EVALUATING, training, 2.0),
+    "saving": (PROCESSES | SAVING, saving, 0.0),
+    "saving-inline": (SAVING, saving, 0.0),
+    "workers-processes": (PROCESSES | WORKERS, training, 0.0),
+    **{f"starting-{tenths}": (PROCESSES, started, tenths / 10) for tenths in (0, 1, 2, 4, 8, 12, 20)},
+    **{f"starting-workers-{tenths}": (PROCESSES | WORKERS, started, tenths / 10) for tenths in (3, 10)},
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+@pytest.mark.parametrize(
+    ("flags", "moment", "seconds"),
+    [
+        *(pytest.param(*case, id=name) for name, case in CASES.items()),
+        *(pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in MORE.items()),
+    ],
+)
+def test_a_signal_ends_a_run_soon_and_cleanly(
+    flags: Flags,
+    moment: Callable[[Path], bool],
+    seconds: float,
+    number: signal.Signals,
+    tmp_path: Path,
+) -> None:
+    run = Started(tmp_path / "run", flags)
+    try:
+        run.wait_for(moment, seconds)
+        if number == signal.SIGINT:
+            os.killpg(run.process.pid, number)  # as a terminal does
+        else:
+            run.process.send_signal(number)
+        assert run.end() == 130, run.errors()
+        if training(run.run):
+            assert checkpoint.newest_good(run.run / "checkpoints").manifest["env_steps"] > 0
+    finally:
+        run.clean_up()
+
+
+@pytest.mark.parametrize("flags", [pytest.param({}, marks=pytest.mark.slow), PROCESSES], ids=["inline", "processes"])
+def test_a_second_signal_ends_a_run_at_once(flags: Flags, tmp_path: Path) -> None:
+    run = Started(tmp_path / "run", flags | SAVING)
+    try:
+        run.wait_for(training)
+        os.killpg(run.process.pid, signal.SIGINT)
+        time.sleep(0.6)
+        if run.process.poll() is None:
+            os.killpg(run.process.pid, signal.SIGINT)
+        assert run.end() in (130, -signal.SIGINT), run.errors()  # the same to a shell: it came after all was done
+    finally:
+        run.clean_up()

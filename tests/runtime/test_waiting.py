@@ -1,0 +1,42 @@
+"""A thread that waits: woken by any that it named, by the alarm, by the end of the time, and by nothing else."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import time
+
+import pytest
+
+from qfleet.runtime.waiting import Waiter
+
+
+def test_only_what_is_named_wakes_and_only_the_alarm_is_told_of() -> None:
+    alarm, ring = multiprocessing.Pipe(duplex=False)
+    waiter, pairs = Waiter(alarm), [socket.socketpair() for _ in range(2)]
+    pairs[1][1].send(b"!")
+    began = time.monotonic()
+    assert not waiter.wait([pairs[0][0]], 0.05)
+    assert time.monotonic() - began >= 0.05, "the other one rang"
+    for named in ([pairs[0][0], pairs[1][0]], [pairs[1][0]], [pairs[1][0]]):
+        assert not waiter.wait(named, None)
+    ring.send_bytes(b"!")
+    assert waiter.wait([pairs[1][0]], None)
+    assert waiter.wait((), 60.0)
+    alarm.recv_bytes()
+    assert not waiter.wait((), 0.0)
+
+
+def test_an_end_whose_peer_is_gone_wakes() -> None:
+    alarm, _ring = multiprocessing.Pipe(duplex=False)
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    assert not Waiter(alarm).wait([ours], None)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, -1e-9, 0.0, 1e-6])
+def test_time_that_is_already_up_is_not_waited_for(seconds: float) -> None:
+    alarm, _ring = multiprocessing.Pipe(duplex=False)
+    began = time.monotonic()
+    assert not Waiter(alarm).wait((), seconds)
+    assert time.monotonic() - began < 1.0

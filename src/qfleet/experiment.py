@@ -23,7 +23,7 @@ from qfleet.replay import ReplayConfig
 from qfleet.roles.actor import ActorConfig
 from qfleet.roles.evaluator import EvaluationConfig
 from qfleet.roles.inference_server import InferenceConfig, LocalInference, ServedInference
-from qfleet.roles.learner import LearnerConfig
+from qfleet.roles.learner_setup import LearnerConfig
 
 
 class CheckpointConfig(Config):

@@ -33,7 +33,8 @@ from qfleet.roles.actor import Actor, ActorHandles
 from qfleet.roles.evaluator import Evaluator, EvaluatorHandles
 from qfleet.roles.fused import Fused, FusedHandles
 from qfleet.roles.inference_server import InferenceHandles, InferenceServer, ServedInference
-from qfleet.roles.learner import GroupConfig, Learner, LearnerHandles
+from qfleet.roles.learner import Learner, LearnerHandles
+from qfleet.roles.learner_setup import GroupConfig
 from qfleet.roles.replay_shard import ReplayShard, ShardHandles, ShardSetup
 from qfleet.runtime.graph import Graph
 from qfleet.setups import (

@@ -23,7 +23,7 @@ from qfleet.roles.evaluator import EvaluatorSetup
 from qfleet.roles.fused import FusedSetup
 from qfleet.roles.fused.replay_loop import learning_begins
 from qfleet.roles.inference_server import InferenceSetup, ServedInference
-from qfleet.roles.learner import GroupConfig, LearnerSetup
+from qfleet.roles.learner_setup import GroupConfig, LearnerSetup
 from qfleet.roles.replay_shard import ShardSetup
 
 MIRROR_LAG = 16

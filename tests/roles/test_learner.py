@@ -19,7 +19,8 @@ from qfleet.core.errors import QfleetError
 from qfleet.core.role import DONE, WORKED, Idle
 from qfleet.core.types import Version
 from qfleet.core.usercode import UserCode
-from qfleet.roles.learner import Learner, LearnerConfig, LearnerHandles, LearnerSetup
+from qfleet.roles.learner import Learner, LearnerHandles
+from qfleet.roles.learner_setup import LearnerConfig, LearnerSetup
 
 
 def make_learner(accel: AccelConfig | None = None, **settings: object) -> tuple[Learner, dict[str, Edge]]:

@@ -18,7 +18,8 @@ from qfleet.core import codec
 from qfleet.core.errors import QfleetError
 from qfleet.core.role import DONE, WORKED, Idle
 from qfleet.core.types import Batch
-from qfleet.roles.learner import GroupConfig, Learner
+from qfleet.roles.learner import Learner
+from qfleet.roles.learner_setup import GroupConfig
 from qfleet.roles.updating import Ahead, OneByOne
 
 sys.path.append(str(Path(__file__).parents[1] / "accel"))
@@ -216,6 +217,6 @@ def test_a_kept_state_counts_what_it_holds():
 )
 def test_only_a_learner_alone_beside_other_processes_works_ahead_of_its_gpu(monkeypatch, changes, kind):
     learner, _ = make_learner()
-    monkeypatch.setattr("qfleet.roles.learner.CudaLink", lambda device: HastyLink(0))
-    learner._setup = dataclasses.replace(learner._setup, **changes)
-    assert type(learner._build_updating()) is kind
+    monkeypatch.setattr("qfleet.roles.learning.CudaLink", lambda device: HastyLink(0))
+    setup = dataclasses.replace(learner._setup, **changes)
+    assert type(learner._learning.updating(setup)) is kind

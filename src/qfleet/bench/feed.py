@@ -19,7 +19,8 @@ from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.spec import PLAIN
 from qfleet.core.types import Batch, Priorities
 from qfleet.core.usercode import UserCode
-from qfleet.roles.learner import Learner, LearnerConfig, LearnerHandles, LearnerSetup
+from qfleet.roles.learner import Learner, LearnerHandles
+from qfleet.roles.learner_setup import LearnerConfig, LearnerSetup
 from qfleet.runtime.graph import Graph
 from qfleet.runtime.processes import ProcessPlacement
 

@@ -13,7 +13,7 @@ from qfleet.core.usercode import UserCode
 from qfleet.envs import GymConfig
 from qfleet.experiment import Experiment
 from qfleet.roles.actor import ActorConfig
-from qfleet.roles.learner import LearnerConfig
+from qfleet.roles.learner_setup import LearnerConfig
 
 GOAL = 1.6
 EQUAL = 0.1

@@ -12,7 +12,7 @@ from qfleet.replay import ReplayConfig
 from qfleet.replay.storage import Lz4Config
 from qfleet.roles.actor import ActorConfig
 from qfleet.roles.evaluator import EvaluationConfig
-from qfleet.roles.learner import LearnerConfig
+from qfleet.roles.learner_setup import LearnerConfig
 
 
 def atari(game: str) -> Experiment:

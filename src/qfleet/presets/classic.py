@@ -17,7 +17,7 @@ from qfleet.experiment import Experiment
 from qfleet.replay import ReplayConfig
 from qfleet.roles.actor import ActorConfig
 from qfleet.roles.evaluator import EvaluationConfig
-from qfleet.roles.learner import LearnerConfig
+from qfleet.roles.learner_setup import LearnerConfig
 
 
 def cartpole() -> Experiment:

@@ -12,7 +12,7 @@ from qfleet.experiment import Experiment
 from qfleet.replay import PrioritisedConfig, ReplayConfig
 from qfleet.roles.actor import ActorConfig
 from qfleet.roles.evaluator import EvaluationConfig
-from qfleet.roles.learner import LearnerConfig
+from qfleet.roles.learner_setup import LearnerConfig
 
 MAZE_BEST_RETURN = 0.0
 """Ten steps of -1 and the goal."""

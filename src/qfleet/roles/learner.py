@@ -12,33 +12,17 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 
-from qfleet.accel.choices import CHANGED, Choices, Job, choose
-from qfleet.accel.choose import workload
-from qfleet.accel.config import AccelConfig
-from qfleet.accel.graphs import Recording
-from qfleet.accel.mirror import ReplayMirror
+from qfleet.accel.choices import CHANGED
 from qfleet.accel.precision import set_deterministic
-from qfleet.accel.transfers import CudaLink
-from qfleet.algo.agent import AgentConfig, ReplayAgent, RolloutAgent, TabularAgent
-from qfleet.algo.model_io import read_tensors
-from qfleet.algo.networks import NetworkConfig, QNetwork, build_network, foreign_randomness
-from qfleet.algo.optim import OptimConfig
-from qfleet.algo.updates import ReplayUpdate, Update, UpdateResult, build_update
-from qfleet.algo.warmstart import warm_start
-from qfleet.core import seeding
-from qfleet.core.config import Config
+from qfleet.algo.updates import UpdateResult
 from qfleet.core.errors import QfleetError
 from qfleet.core.protocols import Counter, Keep, KeptRows, Publisher, Receiver, Sender, Subscriber
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
-from qfleet.core.spec import EnvSpec
 from qfleet.core.types import (
     Batch,
     Evaluated,
@@ -51,69 +35,12 @@ from qfleet.core.types import (
     Version,
     Weights,
 )
-from qfleet.core.usercode import UserCode
 from qfleet.parallel.gradsync import GradientGroup
 from qfleet.roles.feed import Feed
-from qfleet.roles.updating import Ahead, Message, OneByOne, Updating
+from qfleet.roles.learner_setup import LearnerSetup
+from qfleet.roles.learning import build_learning
+from qfleet.roles.updating import Message
 from qfleet.roles.weight_store import snapshot
-
-
-class LearnerConfig(Config):
-    """How the network is trained."""
-
-    batch_size: int = Field(128, gt=0)
-    """Transitions of one update (sequences, for an agent with memory), over all learner ranks together."""
-    train_period: float = Field(4.0, ge=1 / 256)
-    """Environment steps of the whole run for each update; below 1 there are several updates for each step."""
-    learning_starts: int = Field(1000, ge=1)
-    """Stored transitions before the first update."""
-    evaluated: Literal["online", "target"] = "online"
-    """Which network is evaluated and kept: a slowly moving target is an average of the online network."""
-    publish_period: int = Field(32, gt=0)
-    """Updates after which weights are published at the latest; an idle learner publishes at once."""
-    skips: int = Field(3, gt=0)
-    """Non-finite updates in a row that stop the run; a GPU that works ahead may make a few more before it does."""
-    snapshot_s: float = Field(10.0, gt=0)
-    """Seconds between two states that a learner keeps: what is lost at most when its process dies."""
-
-
-@dataclass(frozen=True)
-class GroupConfig:
-    """A learner's place in its data-parallel group."""
-
-    rank: int
-    size: int
-    rendezvous: str
-    """Where the ranks meet, as torch.distributed's init method."""
-
-
-@dataclass(frozen=True)
-class LearnerSetup:
-    """Everything a learner is built from, besides its handles."""
-
-    learner: LearnerConfig
-    network: NetworkConfig
-    agent: AgentConfig
-    optim: OptimConfig
-    spec: EnvSpec
-    seed: int
-    total_updates: int
-    """How many updates the whole run makes; what schedules are measured against."""
-    evaluate_every: int
-    """Environment steps between models for the evaluator."""
-    env_steps: int
-    """Budget of the whole run; the model at its end is sent once, after the last update."""
-    device: str
-    group: GroupConfig | None
-    warm_start: Path | None
-    """Directory of a model to begin with."""
-    warm_start_part: Literal["all", "torso"]
-    code: UserCode
-    accel: AccelConfig
-    ahead: bool = False
-    """Whether the next batch may be on its way while one is learned from: not where roles take turns."""
-    max_decay: float = 1.0
-    """Factor on the maximum priority of several shards at each write-back."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +75,13 @@ class Learner(Role):
         group = setup.group
         self._group = GradientGroup(group.rank, group.size, group.rendezvous, timeout_s=300.0) if group else None
         self._feed = Feed(handles.batches, handles.priorities, handles.standings, setup.max_decay)
-        self._update = self._build_update()
-        self._mirror = self._build_mirror()
-        self._updating = self._build_updating()
+        self._learning = build_learning(setup, self.kind, self._group.all_reduce_ if self._group else None)
+        for kind, text in self._learning.notices.items():
+            self._notice(kind, text)
+        if handles.rows is not None:
+            self._learning.look_at(handles.rows, setup, whole=handles.keep is not None and handles.keep.life > 0)
+        self._update, self._choices = self._learning.update, self._learning.choices
+        self._updating = self._learning.updating(setup)
         self._unsent: deque[Priorities] = deque()
         """What the replay shard has no room for yet; empty where every update is waited for."""
         self._batches_seen = self._updates = self._skips = self._skipped = 0
@@ -185,74 +116,6 @@ class Learner(Role):
             self._handles.keep.commit({"life": self._handles.keep.life, "state": state})
         self._kept_at = time.monotonic()
         return state
-
-    def _build_update(self) -> Update:
-        setup, device = self._setup, torch.device(self._setup.device)
-        network = build_network(setup.network, setup.agent, setup.spec, seed=setup.seed, custom=setup.code.network)
-        if setup.warm_start is not None:
-            report = warm_start(network, read_tensors(setup.warm_start), setup.warm_start_part)
-            self._notice("warm_start", str(report))
-        if text := foreign_randomness(network):
-            self._notice("inexact", text)
-        network = network.to(device)
-        self._generator = seeding.torch_stream(setup.seed, self.kind, purpose="update", device=device)
-        hook = self._group.all_reduce_ if self._group else None
-        self._choices = self._choose(network, device)
-        if self._choices is None:
-            return build_update(setup.agent, network, setup.optim, self._generator, setup.total_updates, hook)
-        self._notice("accel", self._choices.description)
-        return build_update(
-            setup.agent,
-            network,
-            setup.optim,
-            self._generator,
-            setup.total_updates,
-            hook,
-            self._choices.gradient,
-            self._choices.stepper,
-        )
-
-    def _build_updating(self) -> Updating:
-        """Return how messages become updates."""
-        if not self._works_ahead:
-            return OneByOne(self._update, self._mirror)
-        assert isinstance(self._update, ReplayUpdate)
-        assert self._choices is not None
-        link = CudaLink(torch.device(self._setup.device))
-        record = partial(Recording, generators=(self._generator,), enabled=self._choices.recorded)
-        return Ahead(self._update, link, self._setup.learner.publish_period, record, self._mirror)
-
-    def _build_mirror(self) -> ReplayMirror | None:
-        """Return the learner's copy of the shard's observations, where it has one."""
-        rows, keep = self._handles.rows, self._handles.keep
-        if rows is None or not isinstance(self._update, ReplayUpdate):
-            return None
-        whole = keep is not None and keep.life > 0
-        mirror = ReplayMirror(self._setup.spec.observations, rows, torch.device(self._setup.device), whole)
-        self._update.seen = mirror.seen
-        return mirror
-
-    @property
-    def _works_ahead(self) -> bool:
-        """Whether a GPU is given the next batch while it learns; the ranks of a group must stop at the same update."""
-        setup, agent = self._setup, self._setup.agent
-        transitions = isinstance(agent, ReplayAgent) and agent.memory is None
-        return setup.ahead and transitions and setup.group is None and torch.device(setup.device).type == "cuda"
-
-    def _choose(self, network: QNetwork, device: torch.device) -> Choices | None:
-        """Return how updates are computed; None for tables and sequences, for which there is one way only."""
-        setup = self._setup
-        if isinstance(setup.agent, TabularAgent) or network.recurrent:
-            return None
-        barred = {}
-        if not self._works_ahead:
-            barred["graphs"] = "the learner waits for every update"
-        elif setup.code.network is not None:
-            barred["graphs"] = "a network of one's own may wait for the device"
-        if isinstance(setup.agent, RolloutAgent):
-            barred["compile"] = "a pipeline's minibatches differ in size"
-        work = workload(setup.agent, setup.network, setup.optim, setup.spec, setup.code)
-        return choose(Job(setup.accel, setup.agent, setup.optim, device, work, barred), network)
 
     def step(self) -> Status:
         """Do one update, or else publish what is new."""
@@ -420,8 +283,8 @@ class Learner(Role):
     def load_state_dict(self, state: State) -> None:
         """Continue."""
         self._load(state)
-        if self._mirror is not None:
-            self._mirror.renew()  # the shard was restored too
+        if self._learning.mirror is not None:
+            self._learning.mirror.renew()  # the shard was restored too
         self._far[0] = self._updates
         self._commit()
 
@@ -432,7 +295,7 @@ class Learner(Role):
         self._reward_scale, self._epoch = state["reward_scale"], state.get("epoch", 0)
         if "feed" in state:  # older checkpoints have none
             self._feed.load_state_dict(state["feed"])
-        self._updating, self._unsent = self._build_updating(), deque(state.get("unsent", ()))
+        self._updating, self._unsent = self._learning.updating(self._setup), deque(state.get("unsent", ()))
         if {**self._settings, **state.get("settings", {})} != self._settings:
             self._notice("accel_changed", CHANGED)
 

@@ -18,7 +18,7 @@ from qfleet.replay.samplers import UniformConfig
 from qfleet.roles.fused.loop import Loop, Progress
 from qfleet.roles.fused.memory import require_memory
 from qfleet.roles.fused.setup import FusedSetup
-from qfleet.roles.learner import LearnerConfig
+from qfleet.roles.learner_setup import LearnerConfig
 
 TICKS = 32
 """Ticks of one eager piece: many enough that looking after the run costs nothing beside them."""

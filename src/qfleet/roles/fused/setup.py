@@ -19,7 +19,7 @@ from qfleet.envs.tensor.games import TensorConfig
 from qfleet.replay import ReplayConfig
 from qfleet.roles.actor import ActorConfig
 from qfleet.roles.evaluator import EvaluationConfig
-from qfleet.roles.learner import LearnerConfig
+from qfleet.roles.learner_setup import LearnerConfig
 
 
 @dataclass(frozen=True)

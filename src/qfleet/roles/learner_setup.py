@@ -1,0 +1,75 @@
+"""What a learner is built from: its settings, its place in a group, and the rest of the run that it must know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from qfleet.accel.config import AccelConfig
+from qfleet.algo.agent import AgentConfig
+from qfleet.algo.networks import NetworkConfig
+from qfleet.algo.optim import OptimConfig
+from qfleet.core.config import Config
+from qfleet.core.spec import EnvSpec
+from qfleet.core.usercode import UserCode
+
+
+class LearnerConfig(Config):
+    """How the network is trained."""
+
+    batch_size: int = Field(128, gt=0)
+    """Transitions of one update (sequences, for an agent with memory), over all learner ranks together."""
+    train_period: float = Field(4.0, ge=1 / 256)
+    """Environment steps of the whole run for each update; below 1 there are several updates for each step."""
+    learning_starts: int = Field(1000, ge=1)
+    """Stored transitions before the first update."""
+    evaluated: Literal["online", "target"] = "online"
+    """Which network is evaluated and kept: a slowly moving target is an average of the online network."""
+    publish_period: int = Field(32, gt=0)
+    """Updates after which weights are published at the latest; an idle learner publishes at once."""
+    skips: int = Field(3, gt=0)
+    """Non-finite updates in a row that stop the run; a GPU that works ahead may make a few more before it does."""
+    snapshot_s: float = Field(10.0, gt=0)
+    """Seconds between two states that a learner keeps: what is lost at most when its process dies."""
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """A learner's place in its data-parallel group."""
+
+    rank: int
+    size: int
+    rendezvous: str
+    """Where the ranks meet, as torch.distributed's init method."""
+
+
+@dataclass(frozen=True)
+class LearnerSetup:
+    """Everything a learner is built from, besides its handles."""
+
+    learner: LearnerConfig
+    network: NetworkConfig
+    agent: AgentConfig
+    optim: OptimConfig
+    spec: EnvSpec
+    seed: int
+    total_updates: int
+    """How many updates the whole run makes; what schedules are measured against."""
+    evaluate_every: int
+    """Environment steps between models for the evaluator."""
+    env_steps: int
+    """Budget of the whole run; the model at its end is sent once, after the last update."""
+    device: str
+    group: GroupConfig | None
+    warm_start: Path | None
+    """Directory of a model to begin with."""
+    warm_start_part: Literal["all", "torso"]
+    code: UserCode
+    accel: AccelConfig
+    ahead: bool = False
+    """Whether the next batch may be on its way while one is learned from: not where roles take turns."""
+    max_decay: float = 1.0
+    """Factor on the maximum priority of several shards at each write-back."""

@@ -1,0 +1,92 @@
+"""Builds what a learner learns with: the network's update, how it is computed, and how messages become updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from qfleet.accel.choices import Choices, Job, choose
+from qfleet.accel.choose import workload
+from qfleet.accel.graphs import Recording
+from qfleet.accel.mirror import ReplayMirror
+from qfleet.accel.transfers import CudaLink
+from qfleet.algo.agent import ReplayAgent, RolloutAgent, TabularAgent
+from qfleet.algo.model_io import read_tensors
+from qfleet.algo.networks import QNetwork, build_network, foreign_randomness
+from qfleet.algo.steps import GradientHook
+from qfleet.algo.updates import ReplayUpdate, Update, build_update
+from qfleet.algo.warmstart import warm_start
+from qfleet.core import seeding
+from qfleet.core.protocols import KeptRows
+from qfleet.roles.learner_setup import LearnerSetup
+from qfleet.roles.updating import Ahead, OneByOne, Updating
+
+
+@dataclass
+class Learning:
+    """An update on its device, and how a person would describe it."""
+
+    update: Update
+    choices: Choices | None
+    """How updates are computed; None for tables and sequences, for which there is one way only."""
+    generator: torch.Generator
+    notices: dict[str, str] = field(default_factory=dict)
+    """What a person should know, by kind."""
+    mirror: ReplayMirror | None = None
+    """The learner's copy of the shard's observations, where it has one."""
+
+    def look_at(self, rows: KeptRows, setup: LearnerSetup, whole: bool) -> None:
+        """Keep a copy of the shard's observations from now on; of all of them at once with `whole`."""
+        assert isinstance(self.update, ReplayUpdate)
+        self.mirror = ReplayMirror(setup.spec.observations, rows, torch.device(setup.device), whole)
+        self.update.seen = self.mirror.seen
+
+    def updating(self, setup: LearnerSetup) -> Updating:
+        """Return how messages become updates, with none under way."""
+        if not works_ahead(setup):
+            return OneByOne(self.update, self.mirror)
+        assert isinstance(self.update, ReplayUpdate)
+        assert self.choices is not None
+        link = CudaLink(torch.device(setup.device))
+        record = partial(Recording, generators=(self.generator,), enabled=self.choices.recorded)
+        return Ahead(self.update, link, setup.learner.publish_period, record, self.mirror)
+
+
+def build_learning(setup: LearnerSetup, role: str, hook: GradientHook | None) -> Learning:
+    """Build the network and its update on the learner's device; `hook` sums gradients over a group."""
+    device, notices = torch.device(setup.device), {}
+    network = build_network(setup.network, setup.agent, setup.spec, seed=setup.seed, custom=setup.code.network)
+    if setup.warm_start is not None:
+        notices["warm_start"] = str(warm_start(network, read_tensors(setup.warm_start), setup.warm_start_part))
+    if text := foreign_randomness(network):
+        notices["inexact"] = text
+    network = network.to(device)
+    generator = seeding.torch_stream(setup.seed, role, purpose="update", device=device)
+    choices = _choose(setup, network, device)
+    parts = (setup.agent, network, setup.optim, generator, setup.total_updates, hook)
+    if choices is None:
+        return Learning(build_update(*parts), None, generator, notices)
+    notices["accel"] = choices.description
+    return Learning(build_update(*parts, choices.gradient, choices.stepper), choices, generator, notices)
+
+
+def works_ahead(setup: LearnerSetup) -> bool:
+    """Return whether a GPU is given the next batch while it learns; ranks of a group must stop at the same update."""
+    transitions = isinstance(setup.agent, ReplayAgent) and setup.agent.memory is None
+    return setup.ahead and transitions and setup.group is None and torch.device(setup.device).type == "cuda"
+
+
+def _choose(setup: LearnerSetup, network: QNetwork, device: torch.device) -> Choices | None:
+    if isinstance(setup.agent, TabularAgent) or network.recurrent:
+        return None
+    barred = {}
+    if not works_ahead(setup):
+        barred["graphs"] = "the learner waits for every update"
+    elif setup.code.network is not None:
+        barred["graphs"] = "a network of one's own may wait for the device"
+    if isinstance(setup.agent, RolloutAgent):
+        barred["compile"] = "a pipeline's minibatches differ in size"
+    work = workload(setup.agent, setup.network, setup.optim, setup.spec, setup.code)
+    return choose(Job(setup.accel, setup.agent, setup.optim, device, work, barred), network)

@@ -31,8 +31,8 @@ LATE = 3
 
 def make_ahead(late: int = LATE, **changes: Any) -> tuple[Learner, dict[str, Edge]]:
     learner, edges = make_learner(**changes)
-    learner._build_updating = lambda: Ahead(learner._update, HastyLink(late), 4, lambda work: work)  # type: ignore[method-assign]
-    learner._updating = learner._build_updating()
+    learner._learning.updating = lambda setup: Ahead(learner._update, HastyLink(late), 4, lambda work: work)
+    learner._updating = learner._learning.updating(learner._setup)
     return learner, edges
 
 

@@ -28,7 +28,8 @@ os.environ["QFLEET_CACHE"] = tempfile.mkdtemp()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep what needs Ray together, so that only one of several workers starts it."""
     for item in items:
-        if "ray" in item.nodeid.partition("[")[2] or "ray_session" in getattr(item, "fixturenames", ()):
+        given = getattr(getattr(item, "callspec", None), "params", {})
+        if "ray" in map(str, given.values()) or "ray_session" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ray"))
 
 

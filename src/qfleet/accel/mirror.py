@@ -80,7 +80,7 @@ class _Column:
         if self._left is not None:
             self._left.synchronize()  # the copy before has left the staged memory
         staged = self._staged[: len(rows)]
-        np.take(self._source, rows, axis=0, out=staged.numpy())
+        np.take(self._source, rows, axis=0, out=staged.numpy(), mode="clip")  # any other mode copies twice
         index = torch.from_numpy(rows.copy()).to(self._device)
         self._frames.index_copy_(0, index, staged.to(self._device, non_blocking=True))
         if self._left is not None:

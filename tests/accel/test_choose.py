@@ -162,7 +162,7 @@ def test_without_triton_or_a_compiler_no_kernel_and_no_compile(monkeypatch: pyte
     assert set(cuda_obstacles((9, 0))) == {"kernels", "compile"}
     assert "C compiler" in cuda_obstacles((9, 0))["kernels"]
     assert "C++ compiler" in look(torch.device("cpu")).obstacles["compile"]
-    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "Triton" in cuda_obstacles((9, 0))["compile"]
     assert "precision" in cuda_obstacles((7, 5))
 

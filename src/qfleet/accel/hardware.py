@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shutil
@@ -11,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+
+from qfleet.core.optional import import_problem
 
 ROUNDED = (8, 0)
 """Compute capability from which GPUs multiply in tf32 and bf16."""
@@ -79,12 +80,8 @@ def cuda_obstacles(capability: tuple[int, int]) -> dict[str, str]:
 
 def _why_no_triton() -> str:
     """Return what keeps Triton from being used here; empty if nothing does."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    try:
-        importlib.import_module("triton")
-    except Exception as error:  # a version that does not fit Python, a library that does not load
-        return f"Triton cannot be imported ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+    if problem := import_problem("triton"):
+        return f"Triton {problem}"
     return "" if has_compiler("CC", ("gcc", "clang")) else "no C compiler found, which Triton needs"
 
 

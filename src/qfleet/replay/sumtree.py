@@ -7,7 +7,6 @@ compiled variant in `compiled` holds the same values and finds the same indices 
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from functools import cache
@@ -16,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from qfleet.core.optional import import_problem
 from qfleet.core.types import Ints
 from qfleet.replay.allocation import Allocate, zeros
 
@@ -204,13 +204,8 @@ def why_no_numba() -> str:
 @cache
 def numba_problem() -> str:
     """Return what is wrong with numba itself here: not installed, or it cannot be imported; empty if nothing is."""
-    if importlib.util.find_spec("numba") is None:
-        return "numba is not installed (extra: fast)"
-    try:
-        importlib.import_module("numba")
-    except Exception as error:  # a NumPy that it does not know, a library that does not load
-        return f"numba cannot be imported ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
-    return ""
+    problem = import_problem("numba")
+    return problem and f"numba {problem}" + (" (extra: fast)" if problem == "is not installed" else "")
 
 
 def make_sum_tree(capacity: int) -> SumTree:

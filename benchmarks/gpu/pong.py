@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import yaml
+from ale_py.vector_env import AtariVectorEnv
 
 import qfleet.api as api
 from qfleet.control.monitor import Callbacks
-from qfleet.envs import AtariConfig, make_env
 from qfleet.experiment import Experiment, with_changes
 from qfleet.presets import preset
 
@@ -52,14 +53,13 @@ SETTINGS: dict[str, Any] = {
 
 
 def raw_rate(experiment: Experiment, seconds: float) -> float:
-    """Return the steps a second of the games alone."""
+    """Return the steps a second of ale-py's games alone, as many as all actors play together."""
     games = experiment.actors * experiment.actor.envs
-    assert isinstance(experiment.env, AtariConfig)
-    env = make_env(experiment.env.replace(threads=os.cpu_count() or 1), games)
-    env.reset(list(range(games)))
+    env = AtariVectorEnv("pong", games, num_threads=0, repeat_action_probability=0.25, noop_max=0)
+    env.reset()
     rng, ticks, began = np.random.default_rng(0), 0, time.perf_counter()
     while time.perf_counter() - began < seconds:
-        env.step(rng.integers(env.spec.actions, size=games))
+        env.step(rng.integers(env.single_action_space.n, size=games))
         ticks += 1
     rate = ticks * games / (time.perf_counter() - began)
     env.close()
@@ -67,34 +67,39 @@ def raw_rate(experiment: Experiment, seconds: float) -> float:
 
 
 def train(experiment: Experiment, seed: int, limit: float) -> dict[str, Any]:
-    """Train until the score or the limit; return the rate from the first update on, and the evaluations."""
-    began, curve, marks = time.perf_counter(), [], []
+    """Train until the score or the limit; return the rates from the first update on, and the evaluations."""
+    began, curve = time.perf_counter(), []
 
     def on_step(metrics: dict[str, Any], stop: Any) -> None:
-        now = time.perf_counter() - began
-        if metrics["updates"] > 0:
-            marks.append((now, metrics["env_steps"], metrics["updates"]))
-        if now > limit:
+        if time.perf_counter() - began > limit:
             stop()
 
     def on_evaluation(metrics: dict[str, Any], stop: Any) -> None:
         curve.append((round(time.perf_counter() - began, 1), metrics["env_steps"], round(metrics["mean"], 1)))
-        if metrics["mean"] >= SCORE:
-            stop()
 
     with tempfile.TemporaryDirectory() as folder:
         run = api.train(
             experiment, seed=seed, run_dir=Path(folder) / "run",
             callbacks=Callbacks(on_step=on_step, on_evaluation=on_evaluation),
         )  # fmt: skip
-    (t0, s0, u0), (t1, s1, u1) = marks[0], marks[-1]
-    return {
-        "steps_per_s": (s1 - s0) / (t1 - t0),
-        "updates_per_s": (u1 - u0) / (t1 - t0),
-        "samples_per_insert": run.summary["samples_per_insert"],
-        "seconds_to_first_update": t0,
-        "curve": curve,
-    }
+        records = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
+        events = [json.loads(line) for line in (run.dir / "events.jsonl").read_text().splitlines()]
+    said = sorted({event["text"] for event in events if event["event"] == "notice"})
+    return {"notices": said, **rates(records), "samples_per_insert": run.summary["samples_per_insert"], "curve": curve}
+
+
+def rates(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return steps and updates a second between the first and the last record with updates, and who was busy then."""
+    learning = [record for record in records if record["updates"] > 0]
+    first, last = learning[0], learning[-1]
+    seconds = last["wall_s"] - first["wall_s"]
+    found: dict[str, Any] = {"seconds_to_first_update": first["wall_s"], "seconds": seconds}
+    for name in ("env_steps", "updates"):
+        found[f"{name}_per_s"] = (last[name] - first[name]) / seconds
+    for name in last:
+        if name.endswith(".busy"):
+            found[name] = float(np.mean([record[name] for record in learning if name in record]))
+    return {**found, "bottleneck": last.get("bottleneck", "")}
 
 
 def main() -> None:
@@ -108,8 +113,10 @@ def main() -> None:
     raw = raw_rate(experiment, options.raw_seconds)
     print(json.dumps({"raw_steps_per_s": round(raw), "cores": os.cpu_count()}), flush=True)
     for seed in options.seeds:
+        psutil.cpu_percent()
         result = train(experiment, seed, options.limit)
-        print(json.dumps({"seed": seed, **given, **result, "share_of_raw": result["steps_per_s"] / raw}), flush=True)
+        result |= {"cores_busy": psutil.cpu_percent() / 100, "share_of_raw": result["env_steps_per_s"] / raw}
+        print(json.dumps({"seed": seed, **given, **result}), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -111,6 +112,13 @@ def test_the_device_says_later_whether_a_step_was_made(device):
     assert other.updates == 10
     assert torch.equal(one.flat.parameters, other.flat.parameters)
     assert torch.equal(one.target_flat.parameters, other.target_flat.parameters)
+
+
+def test_a_batch_that_says_what_is_new_in_the_replay_is_learned_from_too(device):
+    batches = [dataclasses.replace(batch, fresh=np.arange(3)) for batch in make_batches(VECTORS, 8, 3)]
+    link = CudaLink(device) if device.type == "cuda" else HastyLink(late=2)
+    finished = learn_from(Ahead(device_update(device), link, 1, lambda work: work), batches)
+    assert [message.fresh for message, _ in finished] == [None] * 3
 
 
 @pytest.mark.gpu

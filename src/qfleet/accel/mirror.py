@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Mapping
 
 import numpy as np
@@ -17,6 +18,8 @@ from qfleet.replay.storage import kept_name
 
 PIECE = 4096
 """Rows that go up in one copy, at most."""
+LIFTS = 3
+"""Copies that may be on their way; as many as batches, so that a learner need not wait for the one before."""
 
 
 class ReplayMirror:
@@ -67,25 +70,38 @@ class _Column:
     """One leaf: its rows, and a last one of zeros, which stands for frames before an episode's first."""
 
     def __init__(self, source: Array, device: torch.device) -> None:
-        self._source, self._device = source, device
+        self._source = source
         self.rows, shape = len(source), source.shape[1:]
         dtype = torch.from_numpy(np.empty(0, source.dtype)).dtype
         self._frames = torch.zeros(self.rows + 1, *shape, dtype=dtype, device=device)
-        # pinned, so that the copies need not wait for the device
-        self._staged = torch.empty(PIECE, *shape, dtype=dtype, pin_memory=device.type == "cuda")
-        self._left = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._lifts = deque(_Lift(shape, dtype, device) for _ in range(LIFTS))
 
     def bring_up(self, rows: Ints) -> None:
         """Copy `rows` [F], at most `PIECE`."""
-        if self._left is not None:
-            self._left.synchronize()  # the copy before has left the staged memory
-        staged = self._staged[: len(rows)]
-        np.take(self._source, rows, axis=0, out=staged.numpy(), mode="clip")  # any other mode copies twice
-        index = torch.from_numpy(rows.copy()).to(self._device)
-        self._frames.index_copy_(0, index, staged.to(self._device, non_blocking=True))
-        if self._left is not None:
-            self._left.record()
+        self._lifts[0].carry(self._source, rows, self._frames)
+        self._lifts.rotate(-1)
 
     def read(self, rows: Tensor) -> Tensor:
         """Return the frames [B, S, ...] at `rows` [B, S], or [B, ...] at [B]; those at -1 are the last row's zeros."""
         return self._frames[rows]
+
+
+class _Lift:
+    """Memory from which the device takes rows and their numbers by itself, so that nobody waits for it meanwhile."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._rows = torch.empty(PIECE, *shape, dtype=dtype, pin_memory=pinned)
+        self._index = torch.empty(PIECE, dtype=torch.int64, pin_memory=pinned)
+        self._left = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+
+    def carry(self, source: Array, rows: Ints, target: Tensor) -> None:
+        """Copy `rows` [F] of the source to the same rows of the target, when what was carried before is there."""
+        if self._left is not None:
+            self._left.synchronize()
+        staged, index = self._rows[: len(rows)], self._index[: len(rows)]
+        np.take(source, rows, axis=0, out=staged.numpy(), mode="clip")  # any other mode copies twice
+        index.numpy()[:] = rows
+        target.index_copy_(0, index.to(target.device, non_blocking=True), staged.to(target.device, non_blocking=True))
+        if self._left is not None:
+            self._left.record()

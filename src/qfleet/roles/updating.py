@@ -134,4 +134,4 @@ def _without_observations(batch: Batch) -> Batch:
     """Return what is left to know of a batch that is on its way, in memory of its own."""
     fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     copies: dict[str, Any] = {name: part.copy() for name, part in fields.items() if isinstance(part, np.ndarray)}
-    return dataclasses.replace(batch, **copies, observation={}, next_observation={}, fresh=None)
+    return dataclasses.replace(batch, **{**copies, "observation": {}, "next_observation": {}, "fresh": None})

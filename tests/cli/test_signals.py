@@ -156,6 +156,22 @@ def test_a_signal_ends_a_run_soon_and_cleanly(
         run.clean_up()
 
 
+@pytest.mark.parametrize("whom", ["group", "all"])
+def test_a_run_ends_cleanly_when_all_its_processes_are_asked_to(whom: str, tmp_path: Path) -> None:
+    """As `timeout` does it, and as service managers do."""
+    run = Started(tmp_path / "run", PROCESSES)
+    try:
+        run.wait_for(training)
+        if whom == "all":
+            for process in run.family.values():
+                process.terminate()
+        os.killpg(run.process.pid, signal.SIGTERM)
+        assert run.end() == 130, run.errors()
+        assert checkpoint.newest_good(run.run / "checkpoints").manifest["env_steps"] > 0
+    finally:
+        run.clean_up()
+
+
 @pytest.mark.parametrize("flags", [pytest.param({}, marks=pytest.mark.slow), PROCESSES], ids=["inline", "processes"])
 def test_a_second_signal_ends_a_run_at_once(flags: Flags, tmp_path: Path) -> None:
     run = Started(tmp_path / "run", flags | SAVING)

@@ -73,7 +73,7 @@ def experiment(folder: Path, env_steps: int, **changes: Any) -> Experiment:
         "agent.n_step": 3,
         "replay.capacity": 2 * env_steps,
         "learner.train_period": 8.0,
-        "learner.snapshot_s": 0.2,
+        "learner.snapshot_s": 0.05,
         "checkpoint.every": 10**9,
         "replay.sampler": {"kind": "prioritised", "initial": "actor"},
     }

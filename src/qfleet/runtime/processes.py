@@ -40,6 +40,8 @@ from qfleet.runtime.worker import Answer, Command, OpenEnds, Worker, failed, set
 _HEARTBEAT_S = 0.5
 _STOP_S, _TERMINATE_S, _KILL_S = 5.0, 1.0, 5.0
 """How long a child may take to close its role, to heed SIGTERM, and to be gone after SIGKILL."""
+_ENDINGS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that ask a run to end."""
 _CROWDED = 4
 """Processes for each core from which on a person is told."""
 
@@ -295,13 +297,14 @@ def _cause_of_death(exit_code: int | None) -> str:
 def _preload(graph: Graph) -> None:
     """Start the forkserver with what its children need; has no effect once it runs.
 
-    A terminal's Ctrl-C is for the supervisor: the forkserver would show where it was in its imports.
+    Signals that end a run are for the supervisor: the forkserver would show where it was in its imports, and could
+    not begin roles anew that die meanwhile.
     """
     modules = {node.build.__module__ for node in graph.nodes}
     own = sorted(module for module in modules if module.startswith("qfleet."))
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", __name__, *own])
-    resource_tracker.ensure_running()  # beforehand, since it unblocks the signal
-    heeded = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a new process begins with what is blocked here
+    resource_tracker.ensure_running()  # beforehand, since it unblocks the signals
+    heeded = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDINGS)  # a new process begins with what is blocked here
     try:
         with _main_module_hidden():
             forkserver.ensure_running()
@@ -335,6 +338,7 @@ def _main_module_hidden() -> Iterator[None]:
 def _child_main(setup: _Setup, control: Connection, supervisor: int) -> None:
     """Be one role until told to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all; the supervisor decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDINGS)
     os.setpgid(0, 0)  # so that what the role starts can be ended with it
     set_threads(setup.threads)
     failpoints.arm(setup.faults, setup.name, setup.ports.life)

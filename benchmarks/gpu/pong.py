@@ -33,9 +33,10 @@ SETTINGS: dict[str, Any] = {
     "actor.envs": 64,
     "actor.groups": 2,
     "actor.unroll": 2,
-    "env.threads": 4,
+    "env.threads": 6,
     "inference.kind": "served",
     "inference.device": "cuda",
+    "inference.deadline_ms": 0.5,
     "replay.capacity": 500_000,
     "replay.storage.kind": "ram",
     "agent.n_step": 3,
@@ -97,7 +98,7 @@ def rates(records: list[dict[str, Any]]) -> dict[str, Any]:
     for name in ("env_steps", "updates"):
         found[f"{name}_per_s"] = (last[name] - first[name]) / seconds
     for name in last:
-        if name.endswith(".busy"):
+        if name.endswith(".busy") or name in ("inference_batch", "inference_wait_ms", "policy_lag"):
             found[name] = float(np.mean([record[name] for record in learning if name in record]))
     return {**found, "bottleneck": last.get("bottleneck", "")}
 

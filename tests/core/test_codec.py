@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
+import weakref
 from typing import Any
 
 import msgpack
@@ -190,3 +192,18 @@ def test_what_is_not_data_is_refused(value: Any) -> None:
 def test_unknown_entries_and_classes_are_refused(content: tuple[int, bytes]) -> None:
     with pytest.raises(CheckpointError, match="another version or damaged"):
         unpack(msgpack.packb(msgpack.ExtType(*content)), [])
+
+
+def test_no_array_outlives_its_message() -> None:
+    """A cycle of references would keep it until the garbage collector comes."""
+    gc.collect()
+    gc.disable()
+    try:
+        sent = Weights(Version(0, 1), np.zeros(1000, np.float32), 0, 0)
+        header, arrays = pack(sent)
+        received = unpack(header, [array.copy() for array in arrays])
+        alive = [weakref.ref(sent.flat), weakref.ref(received.flat)]
+        del sent, arrays, received
+        assert [reference() for reference in alive] == [None, None]
+    finally:
+        gc.enable()

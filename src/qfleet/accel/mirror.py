@@ -74,6 +74,7 @@ class _Column:
         self.rows, shape = len(source), source.shape[1:]
         dtype = torch.from_numpy(np.empty(0, source.dtype)).dtype
         self._frames = torch.zeros(self.rows + 1, *shape, dtype=dtype, device=device)
+        self._words = _as_words(self._frames)
         self._lifts = deque(_Lift(shape, dtype, device) for _ in range(LIFTS))
 
     def bring_up(self, rows: Ints) -> None:
@@ -83,7 +84,14 @@ class _Column:
 
     def read(self, rows: Tensor) -> Tensor:
         """Return the frames [B, S, ...] at `rows` [B, S], or [B, ...] at [B]; those at -1 are the last row's zeros."""
-        return self._frames[rows]
+        return self._words[rows].view(self._frames.dtype).view(*rows.shape, *self._frames.shape[1:])
+
+
+def _as_words(rows: Tensor) -> Tensor:
+    """Return the rows as words of 8 bytes [R, W] if they consist of such: a device gathers these 8 times as fast."""
+    flat = rows.flatten(1)
+    whole = flat.shape[1] > 0 and flat.shape[1] * flat.element_size() % 8 == 0
+    return flat.view(torch.int64) if whole else flat
 
 
 class _Lift:

@@ -55,7 +55,9 @@ class FlatParameters:
     def to_numpy(self) -> Floats:
         """Return a copy [P + Q] of parameters and buffers. On a GPU this waits for the device."""
         self._check_views()
-        return np.array(self._values.cpu().numpy(), copy=True)
+        if self._values.device.type == "cpu":
+            return self._values.numpy().copy()
+        return self._staged().copy_(self._values).numpy()
 
     def load_numpy(self, array: Floats) -> None:
         """Overwrite parameters and buffers, in place, with what `to_numpy` of an equal network returned."""
@@ -66,7 +68,16 @@ class FlatParameters:
                 f" {tuple(self._values.shape)} of float32: they belong to a network with other settings"
             )
         # A received array may be a read-only view of shared memory, which torch cannot wrap.
-        self._values.copy_(torch.from_numpy(np.require(array, requirements=("C", "W"))))
+        if self._values.device.type == "cpu":
+            np.copyto(self._values.numpy(), array)
+        else:
+            staged = self._staged()
+            np.copyto(staged.numpy(), array)
+            self._values.copy_(staged)
+
+    def _staged(self) -> Tensor:
+        """Return memory [P + Q] on the host that a GPU copies fast; torch keeps what was given back of it."""
+        return torch.empty(self._values.shape, pin_memory=self._values.is_cuda)
 
     def copy_from(self, other: FlatParameters) -> None:
         """Copy parameters and buffers of an equal network."""

@@ -24,57 +24,73 @@ _FIELDS = {cls: [field.name for field in dataclasses.fields(cls)] for cls in MES
 
 def pack(value: Any) -> tuple[bytes, list[Array]]:
     """Return (header, arrays); arrays are not copied. Raises TypeError for anything that is not data."""
-    arrays: list[Array] = []
-
-    def default(item: Any) -> Any:
-        if isinstance(item, np.ndarray):
-            if item.dtype.hasobject:
-                raise TypeError("an object array is not data")
-            arrays.append(item)
-            return _array_entry(len(arrays) - 1)
-        if type(item) in _FIELDS:
-            fields = [getattr(item, name) for name in _FIELDS[type(item)]]
-            return msgpack.ExtType(_MESSAGE, encode([type(item).__name__, fields]))
-        if isinstance(item, torch.Tensor):
-            name, array = _tensor_to_array(item)
-            arrays.append(array)
-            return msgpack.ExtType(_TENSOR, encode([len(arrays) - 1, name]))
-        if isinstance(item, np.generic):
-            return item.item()
-        if isinstance(item, tuple):
-            return msgpack.ExtType(_TUPLE, encode(list(item)))
-        if isinstance(item, int):
-            return msgpack.ExtType(_BIGINT, str(item).encode())
-        raise TypeError(f"{type(item).__name__} is not data and cannot be sent or saved")
-
-    def encode(item: Any) -> bytes:
-        packed: bytes = msgpack.packb(item, default=default, strict_types=True)
-        return packed
-
-    return encode(value), arrays
+    packing = _Packing()
+    return packing.encode(value), packing.arrays
 
 
 def unpack(header: bytes, arrays: Sequence[Array]) -> Any:
     """Return the value that `pack` took apart; arrays are used as they are."""
+    return _Unpacking(arrays).decode(header)
 
-    def ext_hook(code: int, data: bytes) -> Any:
+
+# Functions in place of the two classes would refer to each other, and keep every message's arrays until the garbage
+# collector comes: megabytes, and fresh memory for the next message costs more than copying it.
+
+
+class _Packing:
+    """One value on its way into bytes and arrays."""
+
+    def __init__(self) -> None:
+        self.arrays: list[Array] = []
+
+    def encode(self, item: Any) -> bytes:
+        packed: bytes = msgpack.packb(item, default=self._entry, strict_types=True)
+        return packed
+
+    def _entry(self, item: Any) -> Any:
+        if isinstance(item, np.ndarray):
+            if item.dtype.hasobject:
+                raise TypeError("an object array is not data")
+            self.arrays.append(item)
+            return _array_entry(len(self.arrays) - 1)
+        if type(item) in _FIELDS:
+            fields = [getattr(item, name) for name in _FIELDS[type(item)]]
+            return msgpack.ExtType(_MESSAGE, self.encode([type(item).__name__, fields]))
+        if isinstance(item, torch.Tensor):
+            name, array = _tensor_to_array(item)
+            self.arrays.append(array)
+            return msgpack.ExtType(_TENSOR, self.encode([len(self.arrays) - 1, name]))
+        if isinstance(item, np.generic):
+            return item.item()
+        if isinstance(item, tuple):
+            return msgpack.ExtType(_TUPLE, self.encode(list(item)))
+        if isinstance(item, int):
+            return msgpack.ExtType(_BIGINT, str(item).encode())
+        raise TypeError(f"{type(item).__name__} is not data and cannot be sent or saved")
+
+
+class _Unpacking:
+    """One value on its way back."""
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self._arrays = arrays
+
+    def decode(self, data: bytes) -> Any:
+        return msgpack.unpackb(data, ext_hook=self._value, strict_map_key=False)
+
+    def _value(self, code: int, data: bytes) -> Any:
         if code == _ARRAY:
-            return arrays[_array_number(data)]
+            return self._arrays[_array_number(data)]
         if code == _BIGINT:
             return int(data.decode())
-        content = decode(data)
+        content = self.decode(data)
         if code == _TENSOR:
-            return _array_to_tensor(arrays[content[0]], content[1])
+            return _array_to_tensor(self._arrays[content[0]], content[1])
         if code == _TUPLE:
             return tuple(content)
         if code == _MESSAGE and content[0] in _CLASSES:
             return _CLASSES[content[0]](*content[1])
         raise CheckpointError(f"unknown entry of kind {code} in a header: written by another version or damaged")
-
-    def decode(data: bytes) -> Any:
-        return msgpack.unpackb(data, ext_hook=ext_hook, strict_map_key=False)
-
-    return decode(header)
 
 
 def roundtrip(value: Any) -> Any:

@@ -207,17 +207,21 @@ class Actor(Role):
             envs = self._waiting.pop()
             self._acting.ask(*self._pending.seen(envs), envs)
             asked = True
+        self._act_on_answers()
+        return asked
+
+    def _act_on_answers(self) -> None:
         while (answered := self._acting.answered()) is not None:
             choice = self._acting.act(self._epsilons()[answered], self._rng)
             self._pending.choose(answered, choice)
             self._env.send(choice.action, answered)
-        return asked
 
     def _tick(self) -> None:
         """Write down what the next environments did."""
         self.phase = IN_ENVS if self._env.watched else "running"
         envs, tick = self._env.receive()
         self.phase = "running"
+        self._act_on_answers()  # so that others step while this is written down
         self._recorder.add(*self._pending.seen(envs), self._pending.chosen(envs), tick, envs)
         self._acting.forget(envs[tick.terminated | tick.truncated | ~tick.valid])
         self._pending.see(envs, tick)

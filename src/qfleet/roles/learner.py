@@ -42,6 +42,9 @@ from qfleet.roles.learning import build_learning
 from qfleet.roles.updating import Message
 from qfleet.roles.weight_store import snapshot
 
+_PUBLISHING = 16
+"""An idle learner publishes when so many times as long has passed as the last time took."""
+
 
 @dataclass(frozen=True)
 class LearnerHandles:
@@ -89,6 +92,7 @@ class Learner(Role):
         self._lag_sum, self._reward_scale = 0, 1.0
         self._latest: dict[str, torch.Tensor] = {}
         self._published: Version | None = None
+        self._published_at, self._publishing_s = -math.inf, 0.0
         self._epoch = 0
         self._kept_at = time.monotonic()
         keep = handles.keep
@@ -137,11 +141,12 @@ class Learner(Role):
         if self._account(wait=True):  # with nothing else to do, wait for the device
             self._send_priorities()
             return WORKED
-        if self._publish():
+        wait = self._too_soon()
+        if wait <= 0 and self._publish():
             return WORKED
         if self._feed.exhausted():
             return self._finish()
-        return Idle("no batch", wake_on=self._feed.awaited)
+        return Idle("no batch", wake_on=self._feed.awaited, deadline=wait if wait > 0 else None)
 
     def _learn(self, message: Message | None) -> None:
         """Take a message, if one came, and learn from this or the one before; publish when that is due."""
@@ -215,9 +220,20 @@ class Learner(Role):
         """Publish the weights unless the newest are out already."""
         if self._handles.weights is None or self._published == self._version:
             return False
+        began = time.monotonic()
         self._handles.weights.publish(snapshot(self._update.flat, self._version, self._handles.env_steps.total()))
-        self._published = self._version
+        self._published, self._published_at = self._version, time.monotonic()
+        self._publishing_s = self._published_at - began
         return True
+
+    def _too_soon(self) -> float:
+        """Return for how many seconds an idle learner should not publish: all who read weights have work with them.
+
+        Where roles take turns, and for actors that wait for new weights, it never is too soon.
+        """
+        if not self._setup.ahead or self._setup.agent.kind != "replay" or self._published == self._version:
+            return 0.0
+        return self._published_at + _PUBLISHING * self._publishing_s - time.monotonic()
 
     def _offer_model(self) -> bool:
         """Send a model to the evaluator when the run has passed the next multiple of the evaluation period."""

@@ -19,7 +19,7 @@ from qfleet.accel.table import EAGER, Settings, shipped
 
 H200 = Hardware("cuda", "NVIDIA H200", (9, 0))
 OLD = Hardware("cuda", "Tesla V100", (7, 0), {"precision": "tf32 and bf16 need compute capability 8.0"})
-CPU = Hardware("cpu", "some processor, 2 cores", obstacles={"precision": "other formats are for GPUs"})
+CPU = Hardware("cpu", "some processor, 2 cores", obstacles={"precision": "tf32 and fp16 are for GPUs"})
 FAST = Settings(precision="bf16", compile=True, graphs=True, kernels=True, channels_last=True)
 
 
@@ -139,8 +139,15 @@ def test_one_line_says_what_is_used_why_and_what_is_not() -> None:
     )
     assert choice(AccelConfig(precision="bf16"), CPU).line(CPU) == (
         "cpu: fp32, hand-written small network (shipped table for CPUs; accel.precision set); "
-        "fp32 in place of bf16: other formats are for GPUs"
+        "fp32 in place of bf16: the hand-written network has no other format"
     )
+
+
+def test_a_cpu_computes_large_networks_in_bfloat16_if_told_to() -> None:
+    none = {"kernels": "none for this network on a CPU"}
+    assert choice(AccelConfig(), CPU, **none).settings.precision == "fp32"
+    assert choice(AccelConfig(precision="bf16"), CPU, **none).settings.precision == "bf16"
+    assert "tf32 and fp16 are for GPUs" in choice(AccelConfig(precision="tf32"), CPU, **none).line(CPU)
 
 
 def test_float16_on_a_cpu_is_float32_and_a_line_says_so() -> None:

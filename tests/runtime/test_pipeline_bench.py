@@ -60,26 +60,26 @@ def test_pong_stands_beside_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
             "steps_per_s": (400.0 if "--acting-only" in words else 60.0) + float(words[words.index("--threads") + 1])
         }
 
-    monkeypatch.setattr(pong, "train", lambda threads, seconds: made_up(100.0 * threads, 0.1, 0.97))
+    monkeypatch.setattr(pong, "train", lambda threads, seconds, precision: made_up(100.0 * threads, 0.1, 0.97))
     monkeypatch.setattr(pong, "act", lambda threads, seconds: 1000.0 * threads)
     monkeypatch.setattr(pong, "run_peer", peer)
     monkeypatch.setattr(pong, "peer_python", lambda environment: Path("python"))
     monkeypatch.setattr(pong, "_threads", lambda: [1, 2])
-    busy, training, acting = pong.measure(rounds=2)
+    busy, training, rounded, acting = pong.measure(rounds=2)
     assert busy.met is True
     assert busy.ours == "97.0%"
-    assert training.ratio == pytest.approx(200 / 62)
+    assert training.ratio == rounded.ratio == pytest.approx(200 / 62)
     assert training.met is True
     assert acting.ratio == pytest.approx(2000 / 402)
     assert acting.met is False
 
 
 def test_pong_without_a_peer_has_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pong, "train", lambda threads, seconds: made_up(100.0, 0.1, 0.9))
+    monkeypatch.setattr(pong, "train", lambda threads, seconds, precision: made_up(100.0, 0.1, 0.9))
     monkeypatch.setattr(pong, "act", lambda threads, seconds: 1000.0)
     rows = pong.measure(rounds=1)
-    assert [row.ratio for row in rows] == [None] * 3
-    assert [row.met for row in rows] == [False, None, None]
+    assert [row.ratio for row in rows] == [None] * 4
+    assert [row.met for row in rows] == [False, None, None, None]
 
 
 def test_both_sides_play_by_the_same_settings() -> None:

@@ -157,11 +157,9 @@ def restrict(wanted: Settings, obstacles: Mapping[str, str], kind: str) -> tuple
     """Return the settings without what cannot be used on a kind of device, and a note for each thing left out."""
     changes: dict[str, Any] = {}
     notes = []
-    # GPUs too old for tf32 and bf16 have float16.
-    possible = wanted.precision == "fp32" or (wanted.precision == "fp16" and kind == "cuda")
-    if "precision" in obstacles and not possible:
+    if "precision" in obstacles and (reason := _why_not_in(wanted, obstacles, kind)):
         changes["precision"] = "fp32"
-        notes.append(f"fp32 in place of {wanted.precision}: {obstacles['precision']}")
+        notes.append(f"fp32 in place of {wanted.precision}: {reason}")
     for name in _SWITCHES:
         if getattr(wanted, name) and name in obstacles:
             changes[name] = False
@@ -175,6 +173,16 @@ def restrict(wanted: Settings, obstacles: Mapping[str, str], kind: str) -> tuple
         settings = settings.replace(compile=False)
         notes.append("compile off: the hand-written network needs none")
     return settings, tuple(notes)
+
+
+def _why_not_in(wanted: Settings, obstacles: Mapping[str, str], kind: str) -> str:
+    """Return why the wanted number format cannot be used on a device that has not all of them; empty if it can."""
+    if wanted.precision == "fp32" or (wanted.precision == "fp16" and kind == "cuda"):
+        return ""  # GPUs too old for tf32 and bf16 have float16
+    if wanted.precision == "bf16" and kind == "cpu":
+        by_hand = wanted.kernels and "kernels" not in obstacles
+        return "the hand-written network has no other format" if by_hand else ""
+    return obstacles["precision"]
 
 
 def _triton() -> str:

@@ -35,7 +35,7 @@ class Hardware:
 def look(device: torch.device) -> Hardware:
     """Return what a device is. It must be usable."""
     if device.type == "cpu":
-        obstacles = {"precision": "other formats are for GPUs", "graphs": "they are for NVIDIA GPUs"}
+        obstacles = {"precision": "tf32 and fp16 are for GPUs", "graphs": "they are for NVIDIA GPUs"}
         if not has_compiler("CXX", ("g++", "clang++")):
             obstacles["compile"] = "no C++ compiler found"
         return Hardware("cpu", cpu_name(), obstacles=obstacles)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,61 +21,70 @@ from qfleet.roles.actor import Actor, ActorHandles
 from qfleet.setups import actor_setup
 
 BUSY, RATIO, AIM, ACTING_RATIO = 0.95, 1.6, 2.5, 5.0
-ACTING_ENVS = 32
+ACTING_ENVS, ACTING_GROUPS = 64, 4
 SCRIPT = "sb3_pong.py"
-Peer = Callable[[int, bool], float]
-"""Returns the peer's steps a second with so many threads, training or only acting."""
+Rate = Callable[[int], float]
+"""Steps a second with so many threads."""
 
 
-def measure(peers: Path | None = None, rounds: int = 3, seconds: float = 15.0, peer_steps: int = 1_500) -> list[Row]:
+def measure(peers: Path | None = None, rounds: int = 3, seconds: float = 8.0, peer_steps: int = 500) -> list[Row]:
     """Train and act on both sides in turn, each with the better of one thread and one for every core."""
     python = peer_python(peers)
+    paces: dict[str, list[Pace]] = {"fp32": [], "bf16": []}
 
-    def peer(threads: int, acting: bool) -> float:
-        words = ["--env-steps", str(peer_steps), "--threads", str(threads), *(["--acting-only"] if acting else [])]
+    def ours(precision: str, threads: int) -> float:
+        paces[precision].append(train(threads, seconds, precision))
+        return paces[precision][-1].steps_per_s
+
+    def theirs(threads: int, *more: str) -> float:
+        words = ["--env-steps", str(peer_steps), "--threads", str(threads), *more]
         return float(run_peer(python or Path(), SCRIPT, *words)["steps_per_s"])
 
-    paces: list[Pace] = []
-    acting, their_training, their_acting = [], [], []
-    for _ in range(rounds):
-        paces.append(max((train(threads, seconds) for threads in _threads()), key=lambda pace: pace.steps_per_s))
-        acting.append(max(act(threads, seconds / 3) for threads in _threads()))
-        if python is not None:
-            their_training.append(max(peer(threads, False) for threads in _threads()))
-            their_acting.append(max(peer(threads, True) for threads in _threads()))
-    busy = statistics.median(pace.busy_share("learner") for pace in paces)
+    sides: dict[str, Rate] = {
+        "fp32": lambda threads: ours("fp32", threads),
+        "bf16": lambda threads: ours("bf16", threads),
+        "acting": lambda threads: act(threads, seconds / 2),
+    }
+    if python is not None:
+        sides["peer"] = theirs
+        sides["peer acting"] = lambda threads: theirs(threads, "--acting-only")
+    rates = in_turns(sides, rounds)
+    busy = statistics.median(pace.busy_share("learner") for pace in paces["fp32"])
+    trained, acted = rates.get("peer", []), rates.get("peer acting", [])
+    training, games = "Pong in processes, one update of 32 in 4 steps", f"{ACTING_ENVS} games, bf16"
     return [
         Row(
-            what="Pong in processes, one update of 32 in 4 steps, fp32: share of its time that the learner works",
+            what=f"{training}, fp32: share of its time that the learner works",
             ours=f"{busy:.1%}",
             goal=f"at least {BUSY:.0%}",
             met=busy >= BUSY,
         ),
-        _beside(
-            "that run, acting in bf16",
-            [pace.steps_per_s for pace in paces],
-            their_training,
-            RATIO,
-            f"ratio {RATIO}, aim {AIM}",
-        ),
-        _beside(
-            f"acting alone in Pong, {ACTING_ENVS} games, bf16, beside the collection of one game",
-            acting,
-            their_acting,
-            ACTING_RATIO,
-            f"ratio {ACTING_RATIO:g}",
-        ),
+        _beside(f"{training}, acting in bf16", rates["fp32"], trained, RATIO, f"ratio {RATIO}"),
+        _beside(f"{training}, all in bf16", rates["bf16"], trained, RATIO, f"ratio {RATIO}, aim {AIM}"),
+        _beside(f"acting alone in Pong, {games}", rates["acting"], acted, ACTING_RATIO, f"ratio {ACTING_RATIO:g}"),
     ]
 
 
-def train(threads: int, seconds: float) -> Pace:
-    """Return the pace of training in processes, the learner with so many threads."""
-    return measure_pace(with_changes(experiment(), {"threads": threads}), UserCode(), seconds)
+def in_turns(sides: Mapping[str, Rate], rounds: int) -> dict[str, list[float]]:
+    """Return each side's rates, one a round, with the number of threads that was best for it in a first look."""
+    threads = {name: max(_threads(), key=rate) for name, rate in sides.items()}
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, rate in sides.items():
+            rates[name].append(rate(threads[name]))
+    return rates
+
+
+def train(threads: int, seconds: float, precision: str) -> Pace:
+    """Return the pace of training in processes, the learner with so many threads and in this number format."""
+    return measure_pace(
+        with_changes(experiment(), {"threads": threads, "accel.precision": precision}), UserCode(), seconds
+    )
 
 
 def act(threads: int, seconds: float) -> float:
-    """Return the steps a second of one actor, network and games with so many threads."""
-    changes = {"actor.envs": ACTING_ENVS, "env.threads": threads, "env_steps": 10**12}
+    """Return the steps a second of one actor whose network has so many threads, while games step in others."""
+    changes = {"actor.envs": ACTING_ENVS, "actor.groups": ACTING_GROUPS, "env_steps": 10**12}
     wanted = with_changes(experiment(), changes)
     counter, before = Nowhere(), torch.get_num_threads()
     setup = actor_setup(wanted, env_spec(wanted.env), UserCode(), index=0)
@@ -109,8 +118,9 @@ def experiment() -> Experiment:
 
 
 def _beside(what: str, ours: Sequence[float], theirs: Sequence[float], least: float, goal: str) -> Row:
+    """Return both sides' medians, and that of the ratios of each round: the machine may have been slower in one."""
     rate, peer = statistics.median(ours), statistics.median(theirs) if theirs else None
-    ratio = rate / peer if peer else None
+    ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True)) if theirs else None
     return Row(
         what=what,
         ours=f"{rate:,.0f} steps/s",

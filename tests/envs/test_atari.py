@@ -152,8 +152,8 @@ def test_spec_full_action_set_render_and_a_typo():
         make_env(PONG, 1, factory=lambda: None)
 
 
-@pytest.mark.parametrize("what", ["reset", "step"])
-def test_an_exception_inside_ale_py_is_a_fault_that_names_the_game(what, monkeypatch):
+@pytest.mark.parametrize(("what", "where"), [("reset", "reset"), ("step", "send"), ("step", "recv")])
+def test_an_exception_inside_ale_py_is_a_fault_that_names_the_game(what, where, monkeypatch):
     from ale_py.vector_env import AtariVectorEnv
 
     def fail(*args, **kwargs):
@@ -162,7 +162,7 @@ def test_an_exception_inside_ale_py_is_a_fault_that_names_the_game(what, monkeyp
     with closing(make_env(PONG, 2)) as env:
         if what == "step":
             env.reset([1, 2])
-        monkeypatch.setattr(AtariVectorEnv, what, fail)
+        monkeypatch.setattr(AtariVectorEnv, where, fail)
         with pytest.raises(EnvironmentFault, match=rf"atari:pong.*{what}\(\) raised RuntimeError: emulator lost"):
             env.step(np.zeros(2, np.int64)) if what == "step" else env.reset([1, 2])
 

@@ -69,7 +69,7 @@ class AtariEnv(VectorEnv):
         self._pending = np.zeros(num_envs, bool)
         self._lives = np.zeros(num_envs, np.int32)
         self._age = np.zeros(num_envs, np.int64)
-        self._powered_on = False
+        self._powered_on = self._begun = False
 
     @property
     def protocol(self) -> dict[str, Any]:
@@ -85,6 +85,12 @@ class AtariEnv(VectorEnv):
     def close(self) -> None:
         """Close the games."""
         self._env.close()
+
+    def begin(self, action: Ints) -> bool:
+        """Let the games' own threads step them."""
+        self._call("step()", lambda: self._env.send(action))
+        self._begun = True
+        return True
 
     def _restart(self, which: Bools) -> tuple[Leaves, Bools | None]:
         chosen = np.flatnonzero(which)
@@ -107,7 +113,10 @@ class AtariEnv(VectorEnv):
 
     def _advance(self, action: Ints) -> Moment:
         """Step every game, with the loss of a life turned into an episode's end where that is asked for."""
-        frames, reward, ended, stopped, info = self._call("step()", lambda: self._env.step(action))
+        if not self._begun:
+            self.begin(action)
+        self._begun = False
+        frames, reward, ended, stopped, info = self._call("step()", self._env.recv)
         begun, valid = self._pending, ~self._pending
         terminated, truncated = ended & valid, stopped & valid
         over = terminated | truncated

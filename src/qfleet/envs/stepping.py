@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -157,21 +158,25 @@ class Whole(Stepping):
 
 
 class Grouped(Stepping):
-    """Several vectors, each stepped by a thread of its own, whose parts come in the order in which they were sent.
+    """Several vectors that step at the same time, whose parts come in the order in which they were sent.
 
-    The order does not depend on who is faster, so that neither does anything that is learned. It pays for environments
-    that leave Python while they step.
+    The order does not depend on who is faster, so that neither does anything that is learned. Vectors that cannot begin
+    a step by themselves have a thread each: that pays for environments that leave Python while they step.
     """
 
     def __init__(self, vectors: Sequence[VectorEnv]) -> None:
         super().__init__(vectors)
         self._threads = ThreadPoolExecutor(len(vectors), thread_name_prefix="environments")
-        self._under_way: deque[tuple[Ints, Future[tuple[Tick, float]]]] = deque()
+        self._under_way: deque[tuple[Ints, Callable[[], tuple[Tick, float]]]] = deque()
 
     def send(self, action: Ints, envs: Ints) -> None:
         """Let one whole group step."""
         (group,) = [at for at, members in enumerate(self._members) if np.array_equal(members, envs)]
-        self._under_way.append((envs, self._threads.submit(_timed_step, self._vectors[group], action)))
+        vector, began = self._vectors[group], time.perf_counter()
+        if vector.begin(action):
+            self._under_way.append((envs, partial(_timed_step, vector, action, began)))
+        else:
+            self._under_way.append((envs, self._threads.submit(_timed_step, vector, action).result))
 
     def under_way(self) -> bool:
         """Return whether a group steps, or has stepped."""
@@ -191,14 +196,15 @@ class Grouped(Stepping):
             self._held.append(self._finish())
 
     def _finish(self) -> Part:
-        envs, future = self._under_way.popleft()
-        tick, seconds = future.result()
+        envs, finish = self._under_way.popleft()
+        tick, seconds = finish()
         self._took(envs, seconds)
         return Part(envs, tick)
 
 
-def _timed_step(vector: VectorEnv, action: Ints) -> tuple[Tick, float]:
-    began = time.perf_counter()
+def _timed_step(vector: VectorEnv, action: Ints, began: float | None = None) -> tuple[Tick, float]:
+    """Return what came of a step, and its seconds; of one that was begun before, until it was asked for at most."""
+    began = time.perf_counter() if began is None else began
     tick = vector.step(action)
     return tick, time.perf_counter() - began
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
+from qfleet.algo.agent import ReplayAgent
 from qfleet.control import measurements, resources
+from qfleet.control.feeding import FeedCost, feed_cost
 from qfleet.control.machine import key_of, measure
 from qfleet.control.measurements import Measurements
+from qfleet.control.pieces import stored_bytes
 from qfleet.control.plan import Plan, PlannedRole
 from qfleet.control.planner import make_plan
 from qfleet.control.resources import Resources
@@ -22,9 +26,10 @@ from qfleet.envs import env_spec
 from qfleet.experiment import Experiment, flattened, with_changes
 from qfleet.program import build_program, place
 from qfleet.runtime.graph import open_handles
-from qfleet.setups import learner_device
+from qfleet.setups import learner_device, learner_setup, mirrored
 
 Say = Callable[[str], object]
+STORAGE = "replay.storage.kind"
 
 
 def plan_run(experiment: Experiment, code: UserCode, fixed: Collection[str], say: Say, fresh: bool = False) -> Plan:
@@ -40,7 +45,26 @@ def plan_run(experiment: Experiment, code: UserCode, fixed: Collection[str], say
     if experiment.placement == "ray":
         raise ConfigError("plans are for one machine: placement 'ray' needs --actors N")
     found = resources.look()
-    return make_plan(experiment, _measured(experiment, spec, code, found, say, fresh), found, fixed)
+    stored = _stored(experiment, spec, found, fixed)
+    made = make_plan(stored, _measured(stored, spec, code, found, say, fresh), found, fixed)
+    if stored is experiment or made.placement == "inline":
+        return made
+    kind = stored.replay.storage.kind
+    reason = f"{kind} in place of {experiment.replay.storage.kind}: there is room, and the GPU can have a copy of it"
+    planned: Plan = made.replace(settings={**made.settings, STORAGE: kind}, reasons={**made.reasons, STORAGE: reason})
+    return planned
+
+
+def _stored(experiment: Experiment, spec: EnvSpec, found: Resources, fixed: Collection[str]) -> Experiment:
+    """Return the experiment with its rows stored as they are, if a GPU could then have a copy and memory abounds."""
+    open_to_us = not any(name.startswith("replay.storage") for name in fixed)
+    if not (open_to_us and found.gpu and experiment.replay.storage.kind == "lz4" and experiment.device != "cpu"):
+        return experiment
+    plain = with_changes(experiment, {STORAGE: "ram", "placement": "processes"})
+    row, _ = stored_bytes(spec, batch=1)
+    if 2 * row * plain.replay.capacity > min(found.memory, found.shared_memory) or not mirrored(plain, spec):
+        return experiment
+    return with_changes(experiment, {STORAGE: "ram"})
 
 
 def apply_plan(experiment: Experiment, plan: Plan, fixed: Collection[str] = ()) -> Experiment:
@@ -72,11 +96,24 @@ def _measured(
     if known is not None:
         return known
     with tempfile.TemporaryDirectory(prefix="qfleet-plan-") as directory:
-        measured = measure(experiment, spec, code, found, lambda one: _rig(one, spec, code, Path(directory)), say)
+        rig = partial(_rig, spec=spec, code=code, directory=Path(directory))
+        measured = measure(experiment, spec, code, found, rig, say, _feed(experiment, spec, code))
     if measured.quiet:
         with contextlib.suppress(OSError):  # a cache that cannot be written only costs the next plan its time
             measurements.store(key, measured)
     return measured
+
+
+def _feed(experiment: Experiment, spec: EnvSpec, code: UserCode) -> Callable[[], FeedCost] | None:
+    """Return what times a GPU's learner as processes feed it; None for agents that it does not work ahead for."""
+    if not isinstance(experiment.agent, ReplayAgent) or experiment.agent.memory is not None:
+        return None
+
+    def timed() -> FeedCost:
+        placed = with_changes(experiment, {"placement": "processes", "device": "cuda", "actors": 1, "learners": 1})
+        return feed_cost(learner_setup(placed, spec, code, None), placed.replay, mirrored(placed, spec))
+
+    return timed
 
 
 def _rig(experiment: Experiment, spec: EnvSpec, code: UserCode, directory: Path) -> Rig:

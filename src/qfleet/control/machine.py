@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qfleet.algo.agent import ReplayAgent
+from qfleet.control.feeding import FeedCost
 from qfleet.control.measurements import Curve, LearnerCost, Measurements, at
 from qfleet.control.pieces import (
     act_seconds,
@@ -64,9 +65,18 @@ Say = Callable[[str], object]
 
 
 def measure(
-    experiment: Experiment, spec: EnvSpec, code: UserCode, resources: Resources, build: Build, say: Say
+    experiment: Experiment,
+    spec: EnvSpec,
+    code: UserCode,
+    resources: Resources,
+    build: Build,
+    say: Say,
+    feed: Callable[[], FeedCost] | None = None,
 ) -> Measurements:
-    """Return what the experiment costs here, after at most about `LIMIT_S` seconds. `build` makes a rig."""
+    """Return what the experiment costs here, after at most about `LIMIT_S` seconds. `build` makes a rig.
+
+    `feed` times a GPU's learner as processes feed it; None where the run in one process is to speak for it.
+    """
     began, envs = time.perf_counter(), experiment.actor.envs
     costs: dict[int, Costs] = {}
     for size in sorted({max(1, round(envs * factor)) for factor in SIZES}, key=lambda size: (size != envs, size)):
@@ -76,7 +86,7 @@ def measure(
         costs[size] = _timed(build, _arranged(experiment, **{"actor.envs": size}))
     say("timing updates, inference and messages")
     first, sizes = costs[envs], sorted(costs)
-    learners = _learners(build, experiment, resources, first, began)
+    learners = _learners(build, experiment, resources, first, began, feed)
     batch = _rows_of_batch(experiment)
     row_bytes, batch_bytes = stored_bytes(spec, batch)
     measured = Measurements(
@@ -179,7 +189,12 @@ def _arranged(experiment: Experiment, **changes: Any) -> Experiment:
 
 
 def _learners(
-    build: Build, experiment: Experiment, resources: Resources, first: Costs, began: float
+    build: Build,
+    experiment: Experiment,
+    resources: Resources,
+    first: Costs,
+    began: float,
+    feed: Callable[[], FeedCost] | None,
 ) -> tuple[LearnerCost, ...]:
     """Return what learning costs with each device and number of threads that may pay."""
     found = []
@@ -191,9 +206,23 @@ def _learners(
             found.append(LearnerCost(device="cpu", threads=threads, seconds=cost.update * cost.updates))
             threads *= 2
     if resources.gpu and experiment.device != "cpu":
-        cost = _timed(build, _arranged(experiment, device="cuda"))
-        found.append(LearnerCost(device="cuda", threads=1, seconds=cost.update * cost.updates))
+        found.append(_on_gpu(build, experiment, first, feed))
     return tuple(found)
+
+
+def _on_gpu(build: Build, experiment: Experiment, first: Costs, feed: Callable[[], FeedCost] | None) -> LearnerCost:
+    """Return what learning costs on a GPU."""
+    if feed is None:
+        cost = _timed(build, _arranged(experiment, device="cuda"))
+        return LearnerCost(device="cuda", threads=1, seconds=cost.update * cost.updates)
+    fed = feed()
+    return LearnerCost(
+        device="cuda",
+        threads=1,
+        seconds=fed.update * first.updates,
+        replay=fed.store + fed.draw * first.updates,
+        batch_message=fed.message,
+    )
 
 
 def _steps_elsewhere(experiment: Experiment) -> bool:

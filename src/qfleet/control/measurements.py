@@ -32,6 +32,10 @@ class LearnerCost(Config):
     """How many threads compute them."""
     seconds: float = Field(ge=0)
     """For each environment step: updates and the publishing of weights."""
+    replay: float | None = Field(None, ge=0)
+    """Storing and drawing for such a learner, for each environment step; None if it is as for any other."""
+    batch_message: float | None = Field(None, ge=0)
+    """Packing, copying and unpacking a batch for it; None if it is as for any other."""
 
 
 class Measurements(Config):

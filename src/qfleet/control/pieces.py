@@ -37,7 +37,7 @@ def tick_seconds(experiment: Experiment, code: UserCode, envs: int) -> float:
             nonlocal mask
             mask = env.step(_random(rng, envs, env.spec.actions, mask)).mask
 
-        return _seconds(tick)
+        return seconds_of(tick)
 
 
 def _random(rng: np.random.Generator, envs: int, actions: int, mask: Bools | None) -> Ints:
@@ -53,7 +53,7 @@ def act_seconds(experiment: Experiment, spec: EnvSpec, code: UserCode, batch: in
         device
     )
     network.explore()
-    observation = {name: torch.from_numpy(leaf) for name, leaf in _zeros(spec, batch, stacked=True).items()}
+    observation = {name: torch.from_numpy(leaf) for name, leaf in zeros(spec, batch, stacked=True).items()}
     state = network.initial_state(batch)
 
     def act() -> None:
@@ -64,7 +64,7 @@ def act_seconds(experiment: Experiment, spec: EnvSpec, code: UserCode, batch: in
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _seconds(act)
+        return seconds_of(act)
     finally:
         torch.set_num_threads(before)
 
@@ -72,19 +72,19 @@ def act_seconds(experiment: Experiment, spec: EnvSpec, code: UserCode, batch: in
 def experience_seconds(spec: EnvSpec, rows: int) -> float:
     """Return the seconds of packing, copying and unpacking experience of so many rows."""
     message = _experience(spec, rows)
-    return _seconds(lambda: codec.roundtrip(message))
+    return seconds_of(lambda: codec.roundtrip(message))
 
 
 def batch_seconds(spec: EnvSpec, rows: int) -> float:
     """Return the seconds of packing, copying and unpacking a batch of so many transitions."""
     message = _batch(spec, rows)
-    return _seconds(lambda: codec.roundtrip(message))
+    return seconds_of(lambda: codec.roundtrip(message))
 
 
 def request_seconds(spec: EnvSpec, rows: int) -> float:
     """Return the seconds of packing, copying and unpacking so many observations for an inference server."""
-    message = InferenceRequest(0, _zeros(spec, rows, stacked=True), np.zeros((rows, 0), np.float32))
-    return _seconds(lambda: codec.roundtrip(message))
+    message = InferenceRequest(0, zeros(spec, rows, stacked=True), np.zeros((rows, 0), np.float32))
+    return seconds_of(lambda: codec.roundtrip(message))
 
 
 def stored_bytes(spec: EnvSpec, batch: int) -> tuple[int, int]:
@@ -103,10 +103,10 @@ def copy_rate() -> float:
         target.copy_(source)
         torch.cuda.synchronize()
 
-    return COPIED / _seconds(copy)
+    return COPIED / seconds_of(copy)
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def seconds_of(work: Callable[[], object]) -> float:
     """Return the seconds of a piece of work in the quietest round, after a warm-up."""
     work()
     rounds = []
@@ -119,7 +119,8 @@ def _seconds(work: Callable[[], object]) -> float:
     return min(rounds)
 
 
-def _zeros(spec: EnvSpec, rows: int, stacked: bool) -> Leaves:
+def zeros(spec: EnvSpec, rows: int, stacked: bool) -> Leaves:
+    """Return empty observations [rows, ...], as a network sees them or as single frames."""
     return {
         name: np.zeros((rows, *(leaf.shape if stacked else leaf.frame_shape)), leaf.dtype)
         for name, leaf in spec.observations.items()
@@ -134,7 +135,7 @@ def _experience(spec: EnvSpec, rows: int) -> Experience:
         version=Version(),
         offsets=np.array([0, rows]),
         stream=integers,
-        observation=_zeros(spec, rows, stacked=False),
+        observation=zeros(spec, rows, stacked=False),
         action=integers,
         reward=np.zeros(rows, np.float32),
         terminated=flags,
@@ -147,11 +148,11 @@ def _experience(spec: EnvSpec, rows: int) -> Experience:
 def _batch(spec: EnvSpec, rows: int) -> Batch:
     integers, floats = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
     return Batch(
-        observation=_zeros(spec, rows, stacked=True),
+        observation=zeros(spec, rows, stacked=True),
         action=integers,
         reward=floats,
         discount=floats,
-        next_observation=_zeros(spec, rows, stacked=True),
+        next_observation=zeros(spec, rows, stacked=True),
         weight=floats,
         index=integers,
         generation=integers,

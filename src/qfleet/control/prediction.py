@@ -59,10 +59,12 @@ def predict(experiment: Experiment, measured: Measurements, cores: float, way: A
     """Return what an arrangement in processes does: limited by its slowest kind of role, or by the cores."""
     rows = rows_of_message(experiment, way)
     message = message_side(measured, rows) / rows
-    batch = (measured.wake + measured.batch_message / 2) * measured.batches_per_step
+    sent = measured.batch_message if way.learner.batch_message is None else way.learner.batch_message
+    batch = (measured.wake + sent / 2) * measured.batches_per_step
     actor, cpu, inference = _acting(measured, way)
     actor, cpu = actor / way.envs + message, cpu / way.envs + message
-    replay, learner = measured.replay + batch + message, way.learner.seconds + batch
+    kept = measured.replay if way.learner.replay is None else way.learner.replay
+    replay, learner = kept + batch + message, way.learner.seconds + batch
     if not replaying(experiment):
         replay, learner = 0.0, way.learner.seconds + message
         actor += learner  # each rollout waits for the weights that the one before it led to

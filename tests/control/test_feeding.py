@@ -1,0 +1,89 @@
+"""What feeding a GPU's learner is measured to cost, and what a plan makes of it: rows as they are, and a copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plan_cases import GIB, US, experiment, measurements, resources
+
+import qfleet.planning as planning
+from qfleet.control import pieces
+from qfleet.control.feeding import FeedCost, feed_cost
+from qfleet.control.measurements import LearnerCost
+from qfleet.control.planner import make_plan
+from qfleet.core.spec import PLAIN, EnvSpec, LeafSpec
+from qfleet.core.usercode import UserCode
+from qfleet.experiment import Experiment, with_changes
+from qfleet.presets import preset
+from qfleet.setups import learner_setup
+
+FRAMES = EnvSpec(name="frames", observations={PLAIN: LeafSpec(shape=(4, 84, 84), dtype="uint8", stack=4)}, actions=3)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QFLEET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(pieces, "PIECE_S", 0.03)
+
+
+def fed(mirrored: bool, **changes: Any) -> FeedCost:
+    small = {
+        "placement": "processes",
+        "device": DEVICE,
+        "replay.storage.kind": "ram",
+        "replay.capacity": 2000,
+        "learner.learning_starts": 100,
+    }
+    quick = {"network.kind": "mlp", "network.hidden": (2,), "learner.batch_size": 8}
+    run = with_changes(preset("atari:pong"), {**small, **quick, **changes})
+    return feed_cost(learner_setup(run, FRAMES, UserCode(), None), run.replay, mirrored)
+
+
+def test_a_shard_draws_row_numbers_faster_than_frames() -> None:
+    plain, mirrored = fed(mirrored=False), fed(mirrored=True)
+    assert 0 < mirrored.draw < plain.draw
+    assert 0 < mirrored.message < plain.message
+    assert min(plain.store, mirrored.store, plain.update, mirrored.update) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_copy_of_the_frames_saves_their_way_up() -> None:
+    nature = {"network.kind": "nature", "learner.batch_size": 256}
+    assert fed(mirrored=True, **nature).update < fed(mirrored=False, **nature).update
+
+
+def test_what_a_gpus_learner_saves_the_replay_counts_in_its_plan() -> None:
+    cheap = LearnerCost(device="cuda", threads=1, seconds=1 * US)
+    slow = measurements(env=1 * US, act=1 * US, replay=500 * US, learners=(cheap,))
+    saved = measurements(
+        env=1 * US, act=1 * US, replay=500 * US, learners=(cheap.replace(replay=5 * US, batch_message=0.0),)
+    )
+    rates = [
+        make_plan(experiment(), costs, resources(gpu="a GPU"), {"placement"}).env_steps_per_s for costs in (slow, saved)
+    ]
+    assert rates[0] is not None
+    assert rates[1] is not None
+    assert rates[1] > 5 * rates[0]
+
+
+def stored(run: Experiment, monkeypatch: pytest.MonkeyPatch, fixed: set[str] | None = None, **machine: Any) -> str:
+    monkeypatch.setattr(planning, "mirrored", lambda experiment, spec: True)
+    found = resources(**{"gpu": "a GPU", **machine})
+    return planning._stored(run, FRAMES, found, fixed or set()).replay.storage.kind
+
+
+def test_frames_are_stored_as_they_are_for_a_gpu_where_memory_abounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    pong = preset("atari:pong")
+    assert pong.replay.storage.kind == "lz4"
+    assert stored(pong, monkeypatch) == "ram"
+    assert stored(pong, monkeypatch, gpu="") == "lz4"
+    assert stored(pong, monkeypatch, shared_memory=8 * GIB) == "lz4"
+    assert stored(pong, monkeypatch, memory=8 * GIB) == "lz4"
+    assert stored(pong, monkeypatch, fixed={"replay.storage.kind"}) == "lz4"
+    assert stored(with_changes(pong, {"device": "cpu"}), monkeypatch) == "lz4"
+    assert stored(with_changes(pong, {"replay.storage.kind": "mapped"}), monkeypatch) == "mapped"

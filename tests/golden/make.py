@@ -22,6 +22,7 @@ OBSERVATIONS = np.linspace(-1, 1, 20, dtype=np.float32).reshape(5, 4)
 def main(name: str) -> None:
     """Train for a moment and keep configuration, model, last checkpoint, and what the model answers."""
     small = {
+        "topology": "pipeline",
         "env_steps": 400,
         "network.hidden": [8],
         "agent.head.atoms": 5,

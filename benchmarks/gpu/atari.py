@@ -1,0 +1,151 @@
+"""Atari games on one machine with a GPU: the emulator's raw steps a second, then training's, its curve and scores.
+
+    python benchmarks/gpu/atari.py GAME [--recipe fast|dopamine] [--seeds 1 2 3] [--limit 240] [--target 18]
+        [--raw-games 128] [--raw-seconds 8] [--section.field VALUE ...]
+
+Both rates come from the same process, one after the other: the raw one is ale-py's vector of so many games on all
+cores, with random actions and nothing else; training's is taken from the first update on. The recipe `fast` is for
+wall-clock; `dopamine` is the DQN that Dopamine publishes curves of, for 10M frames, with batches four times as large
+and as rare and twice its rate. `train_return` is the mean of the training episodes that ended last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import yaml
+from ale_py.vector_env import AtariVectorEnv
+
+import qfleet.api as api
+from qfleet.control.monitor import Callbacks
+from qfleet.experiment import with_changes
+from qfleet.presets import preset
+
+MACHINE: dict[str, Any] = {
+    "placement": "processes",
+    "actors": 8,
+    "actor.envs": 32,
+    "actor.groups": 2,
+    "actor.unroll": 4,
+    "env.threads": 3,
+    "inference.kind": "served",
+    "inference.device": "cuda",
+    "inference.deadline_ms": 0.5,
+    "replay.storage.kind": "ram",
+    "replay.capacity": 500_000,
+    "learner.learning_starts": 20_000,
+    "checkpoint.every": 100_000_000,
+    "evaluation": {"every": 250_000, "episodes": 10, "envs": 10, "test_episodes": 10},
+}
+RECIPES: dict[str, dict[str, Any]] = {
+    "fast": {
+        "agent.n_step": 3,
+        "agent.double": True,
+        "agent.target": {"kind": "hard", "period": 500},
+        "learner.batch_size": 256,
+        "learner.train_period": 32.0,
+        "optim.lr": 2.5e-4,
+        "exploration.steps": 200_000,
+        "env_steps": 6_000_000,
+    },
+    "dopamine": {
+        "agent.target": {"kind": "hard", "period": 500},
+        "learner.batch_size": 128,
+        "learner.train_period": 16.0,
+        "optim.lr": 1.25e-4,
+        "env_steps": 2_500_000,
+        "evaluation.every": 500_000,
+        "replay.capacity": 1_000_000,
+    },
+}
+
+
+def raw_rate(game: str, games: int, seconds: float) -> float:
+    """Return the steps a second of ale-py's games alone."""
+    env = AtariVectorEnv(game, games, num_threads=0, repeat_action_probability=0.25, noop_max=0)
+    env.reset()
+    rng, ticks, began = np.random.default_rng(0), 0, time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        env.step(rng.integers(env.single_action_space.n, size=games))
+        ticks += 1
+    rate = ticks * games / (time.perf_counter() - began)
+    env.close()
+    return rate
+
+
+def train(game: str, settings: dict[str, Any], seed: int, limit: float) -> dict[str, Any]:
+    """Train until the target or the limit; return rates, who was busy, the evaluations and the training's returns."""
+    began, curve = time.perf_counter(), []
+
+    def on_step(metrics: dict[str, Any], stop: Any) -> None:
+        if time.perf_counter() - began > limit:
+            stop()
+
+    def on_evaluation(metrics: dict[str, Any], stop: Any) -> None:
+        curve.append((round(time.perf_counter() - began, 1), metrics["env_steps"], round(metrics["mean"], 1)))
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = api.train(
+            with_changes(preset(f"atari:{game}"), settings), seed=seed, run_dir=Path(folder) / "run",
+            callbacks=Callbacks(on_step=on_step, on_evaluation=on_evaluation),
+        )  # fmt: skip
+        records = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
+        events = [json.loads(line) for line in (run.dir / "events.jsonl").read_text().splitlines()]
+    said = sorted({event["text"] for event in events if event["event"] == "notice"})
+    returns = [(r["env_steps"], round(r["episode_return"], 1)) for r in records if "episode_return" in r]
+    return {
+        "notices": said,
+        **rates(records),
+        "samples_per_insert": run.summary["samples_per_insert"],
+        "test": run.summary.get("test"),
+        "curve": curve,
+        "train_return": returns[:: max(len(returns) // 12, 1)] + returns[-1:],
+    }
+
+
+def rates(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return steps and updates a second between the first and the last record with updates, and who was busy then."""
+    learning = [record for record in records if record["updates"] > 0]
+    first, last = learning[0], learning[-1]
+    seconds = last["wall_s"] - first["wall_s"]
+    found: dict[str, Any] = {"seconds_to_first_update": first["wall_s"], "seconds": seconds}
+    for name in ("env_steps", "updates"):
+        found[f"{name}_per_s"] = (last[name] - first[name]) / seconds
+    for name in last:
+        if name.endswith(".busy") or name in ("inference_batch", "inference_wait_ms", "policy_lag"):
+            found[name] = round(float(np.mean([record[name] for record in learning if name in record])), 3)
+    return {**found, "bottleneck": last.get("bottleneck", "")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("game")
+    parser.add_argument("--recipe", choices=list(RECIPES), default="fast")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1])
+    parser.add_argument("--limit", type=float, default=240.0)
+    parser.add_argument("--target", type=float)
+    parser.add_argument("--raw-games", type=int, default=128)
+    parser.add_argument("--raw-seconds", type=float, default=8.0)
+    options, rest = parser.parse_known_args()
+    given = {name.removeprefix("--"): yaml.safe_load(value) for name, value in zip(rest[::2], rest[1::2], strict=True)}
+    settings = {**MACHINE, **RECIPES[options.recipe], "evaluation.target": options.target, **given}
+    raw = raw_rate(options.game, options.raw_games, options.raw_seconds) if options.raw_seconds else None
+    print(json.dumps({"raw_steps_per_s": raw, "cores": os.cpu_count()}), flush=True)
+    for seed in options.seeds:
+        psutil.cpu_percent()
+        result = train(options.game, settings, seed, options.limit)
+        result["cores_busy"] = psutil.cpu_percent() / 100
+        result["share_of_raw"] = result["env_steps_per_s"] / raw if raw else None
+        print(json.dumps({"game": options.game, "recipe": options.recipe, "seed": seed, **given, **result}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -129,16 +129,17 @@ def _planned(
     given: Collection[str],
     sinks: Sequence[Sink],
 ) -> tuple[Experiment, Plan | None]:
-    """Return the experiment as its plan has it, and the plan; what is not in processes has no plan to be made."""
+    """Return the experiment as its plan has it, and the plan; what is to be inline has no plan to be made."""
 
     def say(text: str) -> None:
         for sink in sinks:
             sink.event({"event": "planning", "text": text})
 
-    if plan is None or (plan == "auto" and experiment.placement == "inline"):
+    if plan is None or (plan == "auto" and experiment.placement == "inline" and "placement" in given):
         return experiment, None
     if plan == "auto":
-        made = plan_run(experiment, code, {*given, "placement"}, say)
+        decided = set() if experiment.placement == "inline" else {"placement"}
+        made = plan_run(experiment, code, {*given, *decided}, say)
         return apply_plan(experiment, made), made
     made = plan if isinstance(plan, Plan) else Plan.from_yaml(Path(plan))
     return apply_plan(experiment, made, given), made

@@ -46,7 +46,9 @@ def plan_run(experiment: Experiment, code: UserCode, fixed: Collection[str], say
         raise ConfigError("plans are for one machine: placement 'ray' needs --actors N")
     found = resources.look()
     stored = _stored(experiment, spec, found, fixed)
-    made = make_plan(stored, _measured(stored, spec, code, found, say, fresh), found, fixed)
+    values = dict(flattened(experiment.model_dump(mode="json")))
+    given = {name: values[name] for name in sorted(fixed) if name in values}
+    made: Plan = make_plan(stored, _measured(stored, spec, code, found, say, fresh), found, fixed).replace(given=given)
     if stored is experiment or made.placement == "inline":
         return made
     kind = stored.replay.storage.kind
@@ -78,7 +80,7 @@ def apply_plan(experiment: Experiment, plan: Plan, fixed: Collection[str] = ()) 
         )
     if plan.problems:
         raise ConfigError("; ".join(plan.problems))
-    decided = {"placement": plan.placement, **plan.settings}
+    decided = {**plan.given, "placement": plan.placement, **plan.settings}
     given = dict(flattened(experiment.model_dump(mode="json")))
     for name in sorted(decided.keys() & set(fixed)):
         if given[name] != decided[name]:

@@ -94,15 +94,31 @@ def test_processes_are_planned_unless_actors_are_given_and_inline_never(
         api.train(preset, run_dir=tmp_path / name, **settings)
         return Experiment.from_yaml(tmp_path / name / "config.yaml")
 
-    assert trained("inline", plan="auto", actors="auto").actors == 1
+    assert trained("inline", placement="inline", plan="auto", actors="auto").actors == 1
     assert trained("given", placement="processes", actors=2).actors == 2
     assert trained("whole", trained("other").replace(placement="processes", actors=3)).actors == 3
     assert measured == []
     assert not (tmp_path / "inline" / "plan.yaml").exists()
     assert trained("auto", placement="processes", actor={"envs": 5}).actor.envs == 5
     assert trained("asked", trained("one").replace(placement="processes"), plan="auto").placement == "processes"
-    assert len(measured) == 2
+    assert trained("anywhere", plan="auto").placement == "processes"
+    assert len(measured) == 3
     assert (tmp_path / "auto" / "plan.yaml").exists()
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_saved_plan_has_the_settings_that_it_was_made_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api.Session, "carry_out", lambda session: {})
+    path, flags = tmp_path / "plan.yaml", ["--env.vectorisation", "async", "--network.hidden", "[7,7]"]
+    saving = ["--placement", "processes", "--save", str(path)]
+    assert command(capsys, "plan", "mountaincar", *flags, *saving).code == 0
+    run = api.train("mountaincar", plan=path, run_dir=tmp_path / "run")
+    config = Experiment.from_yaml(run.dir / "config.yaml")
+    assert (config.env.vectorisation, config.network.hidden) == ("async", (7, 7))
+    with pytest.raises(ConfigError, match="contradicts the plan"):
+        api.train("mountaincar", plan=path, run_dir=tmp_path / "other", **{"env.vectorisation": "sync"})
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,13 @@ def test_actors_that_sleep_are_not_counted_among_those_that_hold_up() -> None:
     assert record["bottleneck"] == "actor 100% busy"
 
 
+def test_what_actors_have_lost_is_their_sum() -> None:
+    lost = [Report("actor", i, "running", {"cut_episodes": 2.0, "lost_steps": 3.0 * i}, 1.0, {}) for i in range(2)]
+    record = Progress(experiment(), lambda: 1.0).record([*lost, actor(2, 50, 1.0)], 50, 5, 1.0)
+    assert (record["cut_episodes"], record["lost_steps"]) == (4.0, 3.0)
+    assert "cut_episodes" not in Progress(experiment(), lambda: 1.0).record([actor(0, 50, 1.0)], 50, 5, 1.0)
+
+
 class Kept:
     """A sink that keeps the events."""
 

@@ -133,7 +133,7 @@ def test_whoever_fails_whenever_others_go_on_and_no_transition_crosses_the_cut(
 @pytest.mark.parametrize("kind", ["exception", "exit", "kill", "segfault", "hang", "deaf hang"])
 def test_each_way_to_fail_is_named_and_survived(kind, tmp_path):
     says = {
-        "exception": "step() raised ZeroDivisionError: the robot fell over",
+        "exception": "step() raised ZeroDivisionError: the robot fell over (fragile_env.py, line 29, in raise_error)",
         "exit": "its process exited (3)",
         "kill": "its process was killed by SIGKILL",
         "segfault": "its process was killed by SIGSEGV",

@@ -10,10 +10,11 @@ from qfleet.algo.flat import FlatParameters, checksum
 from qfleet.algo.networks import build_network
 from qfleet.algo.torsos import MlpConfig
 from qfleet.core.role import DONE, WORKED, Idle
+from qfleet.core.spec import PLAIN
 from qfleet.core.types import Evaluated, Version, Weights
 from qfleet.core.usercode import UserCode
-from qfleet.envs import GymConfig, env_spec
-from qfleet.roles.evaluator import EvaluationConfig, Evaluator, EvaluatorHandles, EvaluatorSetup
+from qfleet.envs import GymConfig, Tick, env_spec
+from qfleet.roles.evaluator import EvaluationConfig, Evaluator, EvaluatorHandles, EvaluatorSetup, play
 
 ENV, NETWORK = GymConfig(id="CartPole-v1"), MlpConfig(hidden=(8,))
 
@@ -103,3 +104,40 @@ def test_the_end_of_the_models_is_the_end():
     assert isinstance(role.step(), Idle)
     handles.models.close()
     assert role.step() == DONE
+
+
+def test_an_environment_that_is_lost_after_its_episode_keeps_its_score():
+    """It is stepped on until the others have ended, and what happens to it then does not count."""
+    network = build_network(NETWORK, ReplayAgent(), env_spec(ENV), seed=0)
+    env = Scripted(ends_at=(2, 6), lost_at={4: 0, 5: 1})
+    scores, lengths = play(network, env, EvaluationConfig(episodes=2, envs=2), seed=0, split="test", episodes=2)
+    assert scores.tolist() == [2.0, 1.0]
+    assert lengths.tolist() == [2, 1]
+
+
+class Scripted:
+    """Two environments that pay 1 for each step, end where they are told to, and are lost for a tick in between."""
+
+    num_envs = 2
+
+    def __init__(self, ends_at: tuple[int, int], lost_at: dict[int, int]) -> None:
+        self._ends_at, self._lost_at, self._ticks = ends_at, lost_at, 0
+        self._scores = np.zeros(2)
+
+    def reset(self, seeds: list[int]) -> tuple[dict[str, np.ndarray], None]:
+        return {PLAIN: np.zeros((2, 4), np.float32)}, None
+
+    def step(self, action: np.ndarray) -> Tick:
+        self._ticks += 1
+        cut = np.array([self._lost_at[self._ticks]] if self._ticks in self._lost_at else [], np.int64)
+        valid = ~np.isin(np.arange(2), cut)
+        self._scores = np.where(valid, self._scores + 1, 0.0)
+        scored = np.flatnonzero(np.array(self._ends_at) == self._ticks)
+        scores, none = self._scores[scored], np.zeros(2, bool)
+        self._scores[scored] = 0.0
+        return Tick(
+            observation={PLAIN: np.zeros((2, 4), np.float32)}, mask=None, reward=np.ones(2, np.float32),
+            terminated=np.isin(np.arange(2), scored), truncated=none, valid=valid,
+            final_observation={PLAIN: np.zeros((0, 4), np.float32)}, final_mask=None, finished=scored,
+            scores=scores, score_lengths=scores.astype(np.int64), scored=scored, cut=cut,
+        )  # fmt: skip

@@ -57,6 +57,8 @@ def run_to_failure(placement: ProcessPlacement) -> RoleFailure:
 
 def test_trap_19_nothing_is_left_after_a_clean_end() -> None:
     placement = ProcessPlacement(pipeline(10))
+    if sys.platform == "linux":
+        assert {psutil.Process(pid).name() for pid in placement.pids().values()} == set(placement.pids())
     pids = list(placement.pids().values())
     assert len(own_folders(os.getpid())) == 1
     placement.close()

@@ -11,6 +11,8 @@ BESIDE = "evaluator"
 """It works beside the others: nobody waits for it."""
 _WAITING = 0.05
 """Shorter waits are not worth a word."""
+_IDLE = 0.2
+"""Where the busiest is less busy, nobody is held up by work: a role is away, or an environment does not answer."""
 
 
 def in_turns(shares: Shares) -> str:
@@ -32,5 +34,7 @@ def side_by_side(shares: Shares) -> str:
         for kind, share in busy.items()
         if kind != most and share < 1 - _WAITING
     ]
+    if busy[most] < _IDLE:
+        return f"nobody is busy: all wait (the busiest, {most}, {1 - busy[most]:.0%})"
     name = f"{most}s" if len(shares[most]) > 1 else most
     return f"{name} {busy[most]:.0%} busy" + (f"; {', '.join(waits)}" if waits else "")

@@ -7,6 +7,7 @@ import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from qfleet.algo.agent import ReplayAgent
@@ -200,11 +201,12 @@ def _learners(
     found = []
     if experiment.device != "cuda":
         found.append(LearnerCost(device="cpu", threads=1, seconds=first.update * first.updates))
-        threads = 2
-        while threads <= resources.cores - 1 and first.update > THREADS_PAY_S and not _late(began):
+        doubled = takewhile(lambda threads: threads <= resources.cores, (2**power for power in range(1, 16)))
+        for threads in sorted({*doubled, experiment.threads} - {1}):
+            if first.update <= THREADS_PAY_S or _late(began):
+                break
             cost = _timed(build, _arranged(experiment, threads=threads))
             found.append(LearnerCost(device="cpu", threads=threads, seconds=cost.update * cost.updates))
-            threads *= 2
     if resources.gpu and experiment.device != "cpu":
         found.append(_on_gpu(build, experiment, first, feed))
     return tuple(found)

@@ -42,6 +42,8 @@ class Plan(Config):
     """Where the roles live."""
     settings: dict[str, int | float | str]
     """The settings that the plan decides, by dotted name; the others stay as they are."""
+    given: dict[str, Any] = Field(default_factory=dict)
+    """The settings that it was asked for with, by dotted name: a run that follows the plan has them too."""
     roles: tuple[PlannedRole, ...]
     """Who works."""
     env_steps_per_s: float | None = None

@@ -48,7 +48,7 @@ def make_plan(
     made: Plan = plan.replace(
         updates_per_s=(plan.env_steps_per_s or 0.0) * measured.updates_per_step,
         placements=rates,
-        reasons={"placement": why_placed(placement, rates, asked), **plan.reasons, **load(measured)},
+        reasons={"placement": why_placed(placement, rates, asked), **plan.reasons, **load(experiment, measured)},
         resources=resources,
         measurements=measured,
     )

@@ -11,6 +11,7 @@ from qfleet.core.protocols import Report
 from qfleet.experiment import Experiment
 
 _FROM_ACTORS = ("episode_return", "episode_length", "epsilon")
+_COUNTED_BY_ACTORS = ("cut_episodes", "lost_steps")
 _FROM_LEARNER = ("loss", "td_error", "grad_norm", "learning_rate", "q_mean", "policy_lag", "skipped_updates")
 _FROM_REPLAY = ("replay_size", "replay_fill", "samples_per_insert")
 _WORK = {"actor": "env_steps", "learner": "updates"}
@@ -85,6 +86,9 @@ def _merged(reports: Sequence[Report]) -> dict[str, float]:
         values = [m[name] for m in actors if name in m]
         if values:
             merged[name] = sum(values) / len(values)
+    for name in _COUNTED_BY_ACTORS:
+        if any(name in m for m in actors):
+            merged[name] = sum(m.get(name, 0.0) for m in actors)
     for kind, names in (("learner", _FROM_LEARNER), ("replay", _FROM_REPLAY)):
         first = next((r.metrics for r in reports if r.kind in (kind, "fused")), {})
         merged |= {name: first[name] for name in names if name in first}

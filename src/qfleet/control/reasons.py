@@ -21,12 +21,15 @@ def why_placed(placement: str, rates: Mapping[str, float], asked: bool) -> str:
     return f"{placement}{', as asked for' if asked else ''}: {times:.2f} times as fast as {other}{because}"
 
 
-def load(measured: Measurements) -> dict[str, str]:
+def load(experiment: Experiment, measured: Measurements) -> dict[str, str]:
     """Return a warning where the measurements were not made on a quiet machine; empty where they were."""
     if measured.quiet:
         return {}
     share = f"measuring got {measured.cpu_share:.0%} of the processor time"
-    return {"load": f"{share}: other programs run here, or environments sleep; predictions are for such a machine"}
+    text = f"{share}: other programs run here, or environments sleep; predictions are for such a machine"
+    if getattr(experiment.env, "vectorisation", "") == "sync":
+        text += "; environments that sleep do so at the same time with --env.vectorisation async"
+    return {"load": text}
 
 
 def reasons(

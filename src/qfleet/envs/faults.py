@@ -1,6 +1,9 @@
-"""Finds what no learner can use in what environments report: NaN, infinity, unknown categories, empty masks."""
+"""Finds what no learner can use in what environments report (NaN, infinity, empty masks), and says what they raise."""
 
 from __future__ import annotations
+
+import traceback
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,3 +33,10 @@ def describe_bad_rows(
     if mask is not None and not mask.any(axis=1).all():
         return int(np.flatnonzero(~mask.any(axis=1))[0]), "the action mask allows no action"
     return None
+
+
+def raised(what: str, error: Exception) -> str:
+    """Return which call raised what, and in which line: often all that is left of it in another process."""
+    place = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" ({Path(frame.filename).name}, line {frame.lineno}, in {frame.name})" for frame in place)
+    return f"{what} raised {type(error).__name__}: {error}{where}"

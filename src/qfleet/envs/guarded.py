@@ -9,6 +9,7 @@ from typing import Any
 
 import gymnasium
 
+from qfleet.envs.faults import raised
 from qfleet.envs.loop import Environment
 from qfleet.envs.spaces import Layout, Misfit
 from qfleet.envs.vector import fault
@@ -45,7 +46,7 @@ class Guarded(gymnasium.Wrapper[Any, Any, Any, Any]):
         except Misfit as misfit:
             raise self._fault(str(misfit)) from None
         except Exception as error:
-            raise self._fault(f"{what} raised {type(error).__name__}: {error}") from error
+            raise self._fault(raised(what, error)) from error
 
     def _fault(self, what: str) -> Exception:
         return fault(self._layout.spec.name, self._index, what, self._episode, self._step)

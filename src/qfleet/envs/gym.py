@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from qfleet.core.config import Config
 from qfleet.core.errors import ConfigError, QfleetError, did_you_mean
+from qfleet.envs.faults import raised
 from qfleet.envs.guarded import guarded
 from qfleet.envs.gymvector import GymVector
 from qfleet.envs.loop import Environment, LoopEnv, build_all
@@ -108,7 +109,7 @@ def _layout(env: Any, name: str, prefix: str) -> Layout:
     try:
         _, info = env.reset(seed=0)
     except Exception as error:
-        raise ConfigError(f"{name}: reset(seed=0) raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{name}: {raised('reset(seed=0)', error)}") from error
     return read_layout(name, getattr(env, f"{prefix}observation_space"), getattr(env, f"{prefix}action_space"), info)
 
 

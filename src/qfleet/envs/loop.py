@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from qfleet.core.errors import ConfigError, EnvironmentFault
 from qfleet.core.role import State
 from qfleet.core.types import Bools, Ints, Leaves
+from qfleet.envs.faults import raised
 from qfleet.envs.journal import RESEED_EVERY, Journal
 from qfleet.envs.reward import RewardShaping
 from qfleet.envs.spaces import Layout, MaskMisfit, Misfit
@@ -70,7 +71,7 @@ class LoopEnv(VectorEnv):
         except EnvironmentFault:
             raise
         except Exception as error:
-            raise self._fault(index, f"step() raised {type(error).__name__}: {error}") from error
+            raise self._fault(index, raised("step()", error)) from error
         frames, mask = self._arrays(observations, infos, None)
         done = np.array(finished, np.int64)
         return Moment(
@@ -98,7 +99,7 @@ class LoopEnv(VectorEnv):
             try:
                 last.append(replay(env, self._journal.seeds[index], actions))
             except Exception as error:
-                what = f"replaying its journal raised {type(error).__name__}: {error}"
+                what = raised("replaying its journal", error)
                 raise self._fault(index, what) from error
         return self._arrays([observation for observation, _ in last], [info for _, info in last], None)
 
@@ -108,7 +109,7 @@ class LoopEnv(VectorEnv):
         try:
             first = self._envs[index].reset(seed=seed)
         except Exception as error:
-            raise self._fault(index, f"reset() raised {type(error).__name__}: {error}") from error
+            raise self._fault(index, raised("reset()", error)) from error
         if seed is not None:
             self._journal.open(index, seed)
         return first

@@ -14,7 +14,7 @@ from qfleet.core.errors import CheckpointError, EnvironmentFault
 from qfleet.core.role import State
 from qfleet.core.spec import EnvSpec
 from qfleet.core.types import Bools, Floats, Ints, Leaves
-from qfleet.envs.faults import describe_bad_rows
+from qfleet.envs.faults import describe_bad_rows, raised
 from qfleet.envs.reward import RewardShaping
 from qfleet.envs.spaces import Layout
 from qfleet.envs.stack import FrameStack
@@ -258,7 +258,7 @@ class VectorEnv(ABC):
         except EnvironmentFault:
             raise
         except Exception as error:
-            raise self._whole_fault(f"{what} raised {type(error).__name__}: {error}") from error
+            raise self._whole_fault(raised(what, error)) from error
 
     def _whole_fault(self, what: str) -> EnvironmentFault:
         """Return the error for what no single environment of a vector can be blamed for."""

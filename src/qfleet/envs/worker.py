@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from qfleet.core.errors import QfleetError
 from qfleet.core.types import Bools, Leaves
+from qfleet.envs.faults import raised
 from qfleet.envs.loop import Environment, replay
 from qfleet.envs.slots import Slots
 from qfleet.envs.spaces import Layout, Misfit
@@ -64,7 +65,7 @@ def work(bell: socket.socket, index: int, make: Callable[[], Environment], slots
     except QfleetError as error:
         tell(bell, RAISED, str(error).encode())
     except Exception as error:
-        tell(bell, RAISED, f"{doing} raised {type(error).__name__}: {error}".encode())
+        tell(bell, RAISED, raised(doing, error).encode())
     finally:
         if worker is not None:
             worker.env.close()

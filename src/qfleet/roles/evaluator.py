@@ -212,7 +212,8 @@ def _wave(
             yield
         tick = env.step(acting.act(observation, mask, epsilon, rng).action)
         acting.forget(tick.terminated | tick.truncated | ~tick.valid)
-        score[tick.cut], length[tick.cut] = 0.0, 0  # its environment was lost; the episode begins anew
+        lost = tick.cut[going[tick.cut]]
+        score[lost], length[lost] = 0.0, 0  # its environment was lost; the episode begins anew
         counted = going & tick.valid
         score[counted] += tick.reward[counted]
         length[counted] += 1

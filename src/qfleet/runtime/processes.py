@@ -35,7 +35,7 @@ from qfleet.runtime.restarts import Restarts
 from qfleet.runtime.supervisor import Member, SupervisedPlacement
 from qfleet.runtime.waiting import Waiter
 from qfleet.runtime.watchdog import Standstill, Watchdog
-from qfleet.runtime.worker import Answer, Command, OpenEnds, Worker, failed, set_threads
+from qfleet.runtime.worker import Answer, Command, OpenEnds, Worker, failed, name_process, set_threads
 
 _HEARTBEAT_S = 0.5
 _STOP_S, _TERMINATE_S, _KILL_S = 5.0, 1.0, 5.0
@@ -340,6 +340,7 @@ def _child_main(setup: _Setup, control: Connection, supervisor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all; the supervisor decides
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDINGS)
     os.setpgid(0, 0)  # so that what the role starts can be ended with it
+    name_process(setup.name)
     set_threads(setup.threads)
     failpoints.arm(setup.faults, setup.name, setup.ports.life)
     lock = threading.Lock()

@@ -183,7 +183,7 @@ def play_episodes(
 
 @dataclass
 class Interrupts:
-    """Ctrl-C and SIGTERM: while a run goes on the first one ends it cleanly, otherwise it ends at once.
+    """Ctrl-C, SIGTERM, a closed terminal: while a run goes on the first one ends it cleanly, otherwise it ends at once.
 
     Where it ends at once, everything is closed first, and no further signal cuts that short.
     """
@@ -200,7 +200,10 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which it is under `nohup`
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self._interrupt) for number in numbers}
         try:
             yield
         finally:

@@ -156,18 +156,36 @@ def test_a_signal_ends_a_run_soon_and_cleanly(
         run.clean_up()
 
 
-@pytest.mark.parametrize("whom", ["group", "all"])
-def test_a_run_ends_cleanly_when_all_its_processes_are_asked_to(whom: str, tmp_path: Path) -> None:
-    """As `timeout` does it, and as service managers do."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["sigterm", "sighup"])
+def test_a_run_ends_cleanly_when_all_its_processes_are_asked_to(number: signal.Signals, tmp_path: Path) -> None:
+    """As `timeout` and service managers do it, or a terminal that is closed: no role may die of it."""
     run = Started(tmp_path / "run", PROCESSES)
     try:
-        run.wait_for(training)
-        if whom == "all":
-            for process in run.family.values():
-                process.terminate()
-        os.killpg(run.process.pid, signal.SIGTERM)
+        run.wait_for(training, 1.0)
+        for process in filter(_lives, run.family.values()):
+            process.send_signal(number)
+        os.killpg(run.process.pid, number)
         assert run.end() == 130, run.errors()
         assert checkpoint.newest_good(run.run / "checkpoints").manifest["env_steps"] > 0
+        assert '"event": "restart"' not in (run.run / "events.jsonl").read_text()
+    finally:
+        run.clean_up()
+
+
+@pytest.mark.parametrize(
+    "kind", ["actor-0", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("learner-0", "evaluator-0"))]
+)
+def test_a_role_that_is_stopped_does_not_hold_up_the_end(kind: str, tmp_path: Path) -> None:
+    run = Started(tmp_path / "run", PROCESSES)
+    try:
+        run.wait_for(training, 1.0)
+        (victim,) = [process for process in run.family.values() if _lives(process) and process.name() == kind]
+        victim.suspend()
+        time.sleep(0.5)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 130, run.errors()
+        assert checkpoint.newest_good(run.run / "checkpoints").manifest["env_steps"] > 0
+        assert "silent" in (run.run / "events.jsonl").read_text()
     finally:
         run.clean_up()
 

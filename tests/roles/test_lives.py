@@ -152,8 +152,11 @@ def learner_after(updates: int, committed_at: int) -> tuple[Learner, dict[str, E
 def test_a_learner_begins_with_its_last_commit_under_a_new_epoch() -> None:
     first, edges = learner_after(updates=7, committed_at=4)
     edges["events"].queue.clear()
+    counter = first._handles.updates
+    assert counter.total() == 7
     second = next_life(first)
     assert "restarted from update 4: 3 updates lost" in edges["events"].queue[-1].text
+    assert counter.total() == 4
     assert second.step() == WORKED  # publishes
     assert edges["weights"].queue[-1].version == Version(1, 4)
     assert second.metrics()["updates"] == 4
@@ -182,6 +185,7 @@ def test_a_learner_that_was_done_says_so_again() -> None:
     while second.step() != DONE:
         pass
     assert len(edges["models"].queue) == sent == 1
+    assert second.metrics()["updates"] == 2, "its last state is kept"
 
 
 def test_a_model_under_evaluation_is_evaluated_by_the_next_life(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,16 @@ def test_silence_counts_only_while_somebody_listens() -> None:
     assert dog.verdict("a", report(), True, 200) == ""
 
 
+def test_nobody_waits_long_for_a_silent_process_while_all_pause() -> None:
+    dog = Watchdog(stall=60)
+    dog.heard("a", 0)
+    assert dog.verdict("a", report(), True, 3, pausing=True) == ""
+    assert "silent for 5 s" in dog.verdict("a", report(), True, 5, pausing=True)
+    assert dog.verdict("a", report(), False, 5, pausing=True) == "", "its death would end the run"
+    assert dog.verdict("a", report("starting"), True, 5, pausing=True) == "", "imports give no sign of life"
+    assert dog.verdict("a", report(), True, 5) == ""
+
+
 def test_standstill_is_told_once_and_again_after_a_movement() -> None:
     still, waiting, level = Standstill(), report(idle="room"), Level("experience-0", 5, 2, 3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -16,6 +17,8 @@ from qfleet.core.errors import QfleetError
 
 DEBUG = "QFLEET_DEBUG"
 CRASH_FILE = "crash.txt"
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+"""What a full or protected disk says."""
 
 
 class InternalError(QfleetError):
@@ -74,6 +77,10 @@ def crash_file_in(run_dir: Path) -> Iterator[None]:
             WATCH.note = f"go on with: qfleet resume {run_dir}"
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _NOT_WRITTEN:
+            where = error.filename or run_dir
+            text = f"{where}: cannot be written ({error.strerror}); when it can, go on with: qfleet resume {run_dir}"
+            raise QfleetError(text) from error
         if WATCH.caused(error) or not run_dir.is_dir():
             raise
         path = run_dir / CRASH_FILE

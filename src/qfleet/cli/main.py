@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -48,8 +49,9 @@ def _dispatch(words: list[str]) -> int:
     if verb not in VERBS:
         raise ConfigError(f"unknown command '{verb}': one of {', '.join(VERBS)}.{did_you_mean(verb, VERBS)}")
     # A user's own `module:function` or environment lies where the command was given, as with `python -m`.
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())
+    with contextlib.suppress(FileNotFoundError):  # a folder that was deleted since
+        if not {"", os.getcwd()} & set(sys.path):
+            sys.path.append(os.getcwd())
     return int(importlib.import_module(f"qfleet.cli.{verb}").run(rest))
 
 

@@ -36,7 +36,7 @@ _UNITS = {"actor": "steps/s", "learner": "updates/s"}
 
 def make_console_sink(quiet: bool) -> Sink:
     """Return what shows a run's progress on standard output: a live panel on a terminal, else plain lines."""
-    if quiet:
+    if quiet or sys.stdout is None:  # closed by the shell: `>&-`
         return Silent()
     console = Console()
     # Ask the stream itself: rich also says "terminal" of a pipe when a variable such as FORCE_COLOR is set.

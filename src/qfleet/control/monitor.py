@@ -123,6 +123,7 @@ class Monitor:
         self._record()
         if self._moved:
             self._checkpoint()
+            self._tell_incidents()
         return reason
 
     def stop(self, reason: StopReason = "callback") -> None:

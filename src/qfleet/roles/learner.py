@@ -110,6 +110,8 @@ class Learner(Role):
         self._commit()
         lost = int(self._far[0]) - self._updates
         self._far[0] = self._updates
+        if self._handles.weights is not None:
+            self._handles.updates.add(-lost)
         self._notice("restarted", f"learner restarted from update {self._updates}: {lost} updates lost")
 
     def _commit(self) -> State:
@@ -260,6 +262,7 @@ class Learner(Role):
             self._handles.models.send(self._model())
             self._handles.models.close()
             self._far[1] = True
+        self._commit()  # or a death from here on would cost the last updates
         return DONE
 
     def metrics(self) -> Mapping[str, float]:

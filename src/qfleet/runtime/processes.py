@@ -16,12 +16,12 @@ import signal
 import sys
 import threading
 import time
-import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 from qfleet.core import failpoints
@@ -38,9 +38,9 @@ from qfleet.runtime.watchdog import Standstill, Watchdog
 from qfleet.runtime.worker import Answer, Command, OpenEnds, Worker, failed, name_process, set_threads
 
 _HEARTBEAT_S = 0.5
-_STOP_S, _TERMINATE_S, _KILL_S = 5.0, 1.0, 5.0
-"""How long a child may take to close its role, to heed SIGTERM, and to be gone after SIGKILL."""
-_ENDINGS = (signal.SIGINT, signal.SIGTERM)
+_STOP_S, _KILL_S = 5.0, 5.0
+"""How long a child may take to close its role, and to be gone after SIGKILL."""
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a run to end."""
 _CROWDED = 4
 """Processes for each core from which on a person is told."""
@@ -161,7 +161,8 @@ class ProcessPlacement(SupervisedPlacement):
         self._watchdog.listening(now)
         for member in self.crew:
             child = self._children.get(member.name)
-            verdict = self._watchdog.verdict(member.name, member.report, self._replaceable(member), now)
+            replaceable = self._replaceable(member)
+            verdict = self._watchdog.verdict(member.name, member.report, replaceable, now, self._pausing)
             if child is not None and verdict:
                 child.condemn(verdict)
         if self._running:
@@ -179,7 +180,7 @@ class ProcessPlacement(SupervisedPlacement):
     def _end(self) -> None:
         atexit.unregister(self.close)
         children = self._children.values()
-        for means, patience_s in ((_Child.stop, _STOP_S), (_Child.terminate, _TERMINATE_S), (_Child.kill, _KILL_S)):
+        for means, patience_s in ((_Child.stop, _STOP_S), (_Child.kill, _KILL_S)):
             for child in children:
                 means(child)
             until = time.monotonic() + patience_s
@@ -272,10 +273,6 @@ class _Child:
         """Ask the role to close."""
         self.tell("stop", "")
 
-    def terminate(self) -> None:
-        """Ask the process to end, if it lives."""
-        self._process.terminate()
-
     def kill(self) -> None:
         """End the process, and what it may have started."""
         self._process.kill()
@@ -284,7 +281,8 @@ class _Child:
 
     def release(self) -> None:
         """Give back what belongs to the dead process."""
-        self._process.close()
+        with contextlib.suppress(ValueError):  # the forkserver hangs, so that nobody knows whether it is dead
+            self._process.close()
         self._control.close()
 
 
@@ -328,7 +326,7 @@ def _payload(node: Node) -> bytes:
 def _main_module_hidden() -> Iterator[None]:
     """Show an empty main module to multiprocessing, which would otherwise run the user's script in every child."""
     main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:
@@ -338,6 +336,8 @@ def _main_module_hidden() -> Iterator[None]:
 def _child_main(setup: _Setup, control: Connection, supervisor: int) -> None:
     """Be one role until told to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all; the supervisor decides
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        _leave_to_supervisor(number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDINGS)
     os.setpgid(0, 0)  # so that what the role starts can be ended with it
     name_process(setup.name)
@@ -380,6 +380,18 @@ def _child_main(setup: _Setup, control: Connection, supervisor: int) -> None:
 
     threading.Thread(target=relay, name="relay", daemon=True).start()
     worker.run()
+
+
+def _leave_to_supervisor(number: int) -> None:
+    """Let a signal pass here; a process that this one forks heeds it as any other does."""
+    own = os.getpid()
+
+    def heed(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != own:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(number, heed)
 
 
 def _death_notice(pid: int) -> list[Any]:

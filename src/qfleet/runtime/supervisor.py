@@ -76,7 +76,7 @@ class SupervisedPlacement(ABC):
         self.crew = [starting(node.name, node.kind, node.index) for node in graph.nodes]
         turns = [Turn(node, partial(self._step, member)) for node, member in zip(graph.nodes, self.crew, strict=True)]
         self._turns = Host(turns) if lockstep else None
-        self._running = False
+        self._running = self._pausing = False
         self._closed = False
         self._incidents: list[Incident | Notice] = []
 
@@ -204,6 +204,7 @@ class SupervisedPlacement(ABC):
         from a role that is paused already. So whenever it stays quiet, all that are paused get one more round. The
         dead stand still, and so do those that are begun anew.
         """
+        self._pausing = True
         moving = {member.name for member in self.crew if member.died_at is None}
         self._tell_all("pause")
         while moving:
@@ -215,6 +216,7 @@ class SupervisedPlacement(ABC):
                 moving |= {member.name for member in nudged}
                 for member in nudged:
                     self._tell(member, "pause", "")
+        self._pausing = False
 
     def _hear(self, seconds: float) -> list[tuple[Member, Answer]]:
         """Return the answers that came; note reports and ends of roles, and raise if a role failed."""

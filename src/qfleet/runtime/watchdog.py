@@ -10,6 +10,8 @@ from qfleet.runtime.streams import Level
 
 _LONG_PHASE_S = 600.0
 """How long a phase other than "running" may last: building, compiling, evaluating, saving."""
+_SILENT_S = 4.0
+"""How long a process may give no sign of life while the others stand still: it gives two a second."""
 _STANDSTILL_S = 10.0
 _WAITING_S = 0.5
 """A step that has taken longer than this is work, whatever the role said after the one before."""
@@ -35,10 +37,15 @@ class Watchdog:
         """Note a sign of life."""
         self._heard[name] = now
 
-    def verdict(self, name: str, report: Report, replaceable: bool, now: float) -> str:
-        """Return why a role must be taken for dead; empty if it need not. A death that ends the run is not rushed."""
+    def verdict(self, name: str, report: Report, replaceable: bool, now: float, pausing: bool = False) -> str:
+        """Return why a role must be taken for dead; empty if it need not. A death that ends the run is not rushed.
+
+        While all are `pausing`, nobody waits long for a process that is silent.
+        """
         limit = self.stall if report.phase == "running" and replaceable else _LONG_PHASE_S
         silent = now - self._heard.get(name, now)
+        if pausing and replaceable and report.phase != "starting" and _SILENT_S < silent <= limit:
+            return f"its process was silent for {silent:.0f} s while the others waited for it"
         if report.step_s > limit:
             return f"it hung: {report.step_s:.0f} s in one step, in phase '{report.phase}'"
         if silent > limit:

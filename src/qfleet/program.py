@@ -32,13 +32,14 @@ from qfleet.experiment import Experiment
 from qfleet.roles.actor import Actor, ActorHandles
 from qfleet.roles.evaluator import Evaluator, EvaluatorHandles
 from qfleet.roles.fused import Fused, FusedHandles
-from qfleet.roles.inference_server import InferenceHandles, InferenceServer, ServedInference
+from qfleet.roles.inference_server import AdaptiveInference, InferenceHandles, InferenceServer, ServedInference
 from qfleet.roles.learner import Learner, LearnerHandles
 from qfleet.roles.learner_setup import GroupConfig
 from qfleet.roles.replay_shard import ReplayShard, ShardHandles, ShardSetup
 from qfleet.runtime.graph import Graph
 from qfleet.setups import (
     actor_setup,
+    check_inference,
     evaluator_setup,
     fused_setup,
     inference_setup,
@@ -98,6 +99,7 @@ def prefetch(experiment: Experiment) -> int:
 
 def build_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directory: Path) -> Program:
     """Draw the graph of a run. `directory` is the run's own; nothing is started or written here."""
+    check_inference(experiment)
     if experiment.fused:
         return _fused_program(experiment, spec, code)
     graph = Graph()
@@ -158,16 +160,17 @@ def _add_actors(
 ) -> tuple[tuple[Receiver[Any], ...], tuple[Receiver[Notice], ...]]:
     """Add every actor with streams of its own; returns the other ends of those for experience and for notices."""
     receivers, incidents = [], []
-    served = None
-    if isinstance(experiment.inference, ServedInference):
-        served = _add_inference(graph, experiment, spec, code, experiment.inference.servers)
+    served, inference = None, experiment.inference
+    if isinstance(inference, ServedInference):
+        served = _add_inference(graph, experiment, spec, code, inference.servers)
+    own_network = served is None or isinstance(inference, AdaptiveInference)
     for index in range(experiment.all_actors):
         sender, receiver = graph.stream(f"experience-{index}", prefetch(experiment), views=True, setting="actor.envs")
         notices_in, notices_out = graph.stream(f"notices-{index}", capacity=16, optional=True)
         handles = ActorHandles(
             experience=sender,
             events=notices_in,
-            weights=graph.subscriber("weights", views=True) if served is None else None,
+            weights=graph.subscriber("weights", views=True) if own_network else None,
             env_steps=graph.counter("env_steps"),
             requests=() if served is None else served[index].requests,
             replies=() if served is None else served[index].replies,

@@ -22,7 +22,7 @@ from qfleet.roles.actor import ActorSetup
 from qfleet.roles.evaluator import EvaluatorSetup
 from qfleet.roles.fused import FusedSetup
 from qfleet.roles.fused.replay_loop import learning_begins
-from qfleet.roles.inference_server import InferenceSetup, ServedInference
+from qfleet.roles.inference_server import AdaptiveInference, InferenceSetup, ServedInference
 from qfleet.roles.learner_setup import GroupConfig, LearnerSetup
 from qfleet.roles.replay_shard import ShardSetup
 
@@ -52,6 +52,15 @@ def actor_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index: in
         inference=experiment.inference,
         valued=experiment.values_by_actors,
     )
+
+
+def check_inference(experiment: Experiment) -> None:
+    """Refuse inference that shall move in a run where nobody would move it."""
+    if isinstance(experiment.inference, AdaptiveInference) and not experiment.balanced:
+        raise ConfigError(
+            "inference.kind 'adaptive' needs a balancer to move it: balance 'on', agent.kind 'replay', and placement"
+            " 'processes' or 'ray' without lockstep; else use inference.kind 'local' or 'served'"
+        )
 
 
 def inference_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index: int) -> InferenceSetup:

@@ -1,4 +1,4 @@
-"""A large network's gradient in bfloat16 on a CPU: that of float32 within rounding, and the same whenever it is made."""
+"""A large network's gradient in bfloat16 on a CPU: that of float32 within rounding, and the same every time."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from qfleet.control.balancer import Balancer, Decision, Fleet
 from qfleet.core.protocols import Report
-from qfleet.roles.actor import NO_ROOM
+from qfleet.roles.actor import NO_ROOM, UNANSWERED
 from qfleet.roles.resting import Waiting
 
 TICK_S = 0.5
@@ -29,6 +29,10 @@ class Machine:
     """By actor and environment, where a step does not take 10 ms."""
     evaluator: float = 0.0
     """Share of the time that it works."""
+    network_s: float = 0.0
+    """Seconds of each step that an actor's own network takes,"""
+    server_s: float = 0.0
+    """and that it waits for a server instead."""
     now: float = 0.0
 
     def __post_init__(self) -> None:
@@ -38,10 +42,12 @@ class Machine:
         self.lines = [Waiting(parts, parts) for _ in range(count)]
         self._last: object = None  # the orders and seconds that the following are of
         self.steps, self.busy, self.waited = np.zeros(count), np.zeros(count), np.zeros(count)
+        self.thought, self.asked = np.zeros(count), np.zeros(count)
         self.learned_s = self.evaluated_s = 0.0
 
     def pace(self, actor: int) -> np.ndarray:
-        return np.array([self.seconds.get((actor, env), 0.01) for env in range(self.fleet.envs)])
+        more = self.server_s if self.balancer.orders.served else self.network_s
+        return more + np.array([self.seconds.get((actor, env), 0.01) for env in range(self.fleet.envs)])
 
     def potential(self) -> np.ndarray:
         awake = [line.awake for line in self.lines]
@@ -53,8 +59,9 @@ class Machine:
         return float(min(self.potential().sum(), self.learner))
 
     def _tick(self) -> None:
-        if (self.balancer.orders, self.seconds) != self._last:
-            self._last = (self.balancer.orders, dict(self.seconds))
+        state = (self.balancer.orders, dict(self.seconds), self.network_s, self.server_s)
+        if state != self._last:
+            self._last = state
             for index, line in enumerate(self.lines):
                 line.order(self.balancer.orders.envs[index], self.pace(index))
             self._rates = self.potential()
@@ -64,7 +71,12 @@ class Machine:
         awake = rates > 0
         self.now += TICK_S
         self.steps += rates * share * TICK_S
-        self.busy += awake * share * TICK_S
+        slowest = np.array([self.pace(index).max() for index in range(len(self.lines))])
+        served = self.balancer.orders.served
+        waits = awake * share * TICK_S * (self.server_s / slowest if served else 0.0)
+        self.asked += waits
+        self.thought += awake * share * TICK_S * (0.0 if served else self.network_s / slowest)
+        self.busy += awake * share * TICK_S - waits
         self.waited += awake * (1 - share) * TICK_S
         self.learned_s += min(1.0, total / self.learner) * TICK_S
         self.evaluated_s += self.evaluator * TICK_S
@@ -75,8 +87,8 @@ class Machine:
             Report("evaluator", 0, "running", {}, self.evaluated_s, {}),
         ]
         for index, load in enumerate(self._loads):
-            metrics = {"env_steps": float(self.steps[index]), **load}
-            idle = {NO_ROOM: float(self.waited[index])}
+            metrics = {"env_steps": float(self.steps[index]), "network_s": float(self.thought[index]), **load}
+            idle = {NO_ROOM: float(self.waited[index]), UNANSWERED: float(self.asked[index])}
             found.append(
                 Report("actor", index, "running", metrics, float(self.busy[index]), idle, "its stream is full")
             )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Literal, get_args, get_type_hints
 
 import pytest
 from balance_cases import Machine, kinds
@@ -217,12 +218,16 @@ def machines(draw: st.DrawFn) -> Machine:
         spare=draw(st.integers(0, 2)),
         envs=envs,
     )
+    asked = draw(st.sampled_from([None, "local", "served"]))
+    fleet = dataclasses.replace(fleet, begins=asked, deadlines_ms=(0.0,) if asked else ())
     places = st.tuples(st.integers(0, 5), st.integers(0, envs - 1))
     return Machine(
         fleet,
         units=draw(st.sampled_from(sorted({1, min(2, envs), envs}))),
         learner=draw(st.sampled_from([100.0, 600.0, 3000.0, 1e9])),
         crowding=draw(st.sampled_from([0.0, 0.1, 0.4])),
+        network_s=draw(st.sampled_from([0.0, 0.01, 0.04])),
+        server_s=draw(st.sampled_from([0.0, 0.01, 0.04])),
         seconds=draw(st.dictionaries(places, st.sampled_from([0.005, 0.02, 0.05, 0.5]), max_size=6)),
     )
 
@@ -267,6 +272,53 @@ def test_a_deadline_falls_while_actors_wait_for_it_and_rises_while_they_have_tim
     assert served(0.0, waits=0.05, idle=0.0, batch=0.25, busy=0.9) == 0.0, "nobody wants it to wait"
 
 
+def adaptive(begins: Literal["local", "served"], **machine: float) -> Machine:
+    return Machine(Fleet(cores=3, actors=3, envs=4, deadlines_ms=(2.0,), begins=begins), **machine)  # type: ignore[arg-type]
+
+
+def test_inference_moves_to_the_faster_side_within_seconds_and_stays_there() -> None:
+    for begins, machine in (
+        ("served", adaptive("served", network_s=0.005, server_s=0.03)),
+        ("local", adaptive("local", network_s=0.03, server_s=0.005)),
+    ):
+        said = machine.go(12)
+        assert kinds(said) == ["move", "kept"]
+        (at, move), (_, kept) = said
+        assert at <= 5
+        assert (move.role, move.applied) == ("inference", True)
+        assert ("actors wait 75% of the time for servers" in move.reason) == (begins == "served")
+        assert kept.before is not None
+        assert kept.after == pytest.approx(kept.before * 40 / 15, rel=0.05)
+        assert machine.balancer.orders == Orders((4, 4, 4), (2.0,) if begins == "local" else ())
+        assert machine.go(2 * trials.BARRED_S) == [], "the other side has nothing to offer"
+
+
+def test_a_move_that_does_not_pay_is_taken_back_and_not_repeated_for_a_long_while() -> None:
+    machine = adaptive("local", network_s=0.02, server_s=0.02)
+    assert kinds(machine.go(trials.BARRED_S)) == ["move", "taken_back"], "as fast is not enough"
+    assert not machine.balancer.orders.served
+    machine.server_s = 0.0
+    assert kinds(machine.go(30)) == ["move", "kept"]
+    assert machine.balancer.orders.deadlines_ms == (2.0,)
+
+
+def test_inference_stays_where_it_costs_little_or_the_learner_is_what_counts() -> None:
+    assert adaptive("local", network_s=0.004).go(60) == []
+    assert adaptive("served", server_s=0.004).go(60) == []
+    assert adaptive("local", network_s=0.03, learner=100.0).go(20) == []
+    fixed = Machine(Fleet(cores=3, actors=3, envs=4, deadlines_ms=(2.0,)), server_s=0.03)
+    assert fixed.go(60) == [], "there is no other way to act"
+
+
+def test_a_move_is_judged_before_a_straggler_is_relieved() -> None:
+    machine = Machine(Fleet(cores=4, actors=3, envs=4, deadlines_ms=(2.0,), begins="local"), units=2, network_s=0.03)
+    machine.server_s = 0.05
+    assert kinds(machine.go(5)) == ["move"]
+    machine.seconds = slow(1, envs=2, times=40)
+    said = kinds(machine.go(20))
+    assert said.index("taken_back") < said.index("rest")
+
+
 # ------------------------------------------------------------------ words
 
 
@@ -275,6 +327,8 @@ def test_the_bottleneck_of_processes_is_the_busiest_kind_and_says_who_waits() ->
     assert side_by_side(shares) == "replay 98% busy; actors wait 60%"
     assert side_by_side({"actor": [0.9, 1.0], "learner": [0.5]}) == "actors 95% busy; learner waits 50%"
     assert side_by_side({"evaluator": [1.0]}) == ""
+    dead = {"actor": [0.0, 0.0], "learner": [0.05]}
+    assert side_by_side(dead) == "nobody is busy: all wait (the busiest, learner, 95%)"
 
 
 def test_inline_roles_share_the_time() -> None:

@@ -17,10 +17,11 @@ from qfleet.core.types import Experience, Orders, Version
 from qfleet.core.usercode import UserCode
 from qfleet.envs import GymConfig, env_spec
 from qfleet.roles.actor import Actor, ActorConfig, ActorHandles, ActorSetup
-from qfleet.roles.inference_server import InferenceServer, LocalInference, ServedInference
+from qfleet.roles.inference_server import AdaptiveInference, InferenceServer, LocalInference, ServedInference
 
 ENV = GymConfig(id="CartPole-v1")
 SPEC = env_spec(ENV)
+KINDS = {"local": LocalInference, "served": ServedInference, "adaptive": AdaptiveInference}
 
 
 def make_actor(
@@ -45,16 +46,16 @@ def make_actor(
         actors=actors,
         env_steps=env_steps,
         code=UserCode(),
-        inference=ServedInference(precision=precision) if kind == "served" else LocalInference(precision=precision),
+        inference=KINDS[kind](precision=precision),
         valued=True,
     )
     lines = slice(index * setup.actor.groups, (index + 1) * setup.actor.groups)
     handles = ActorHandles(
         experience=Edge(),
-        weights=Edge([weights_of(5, 1, agent, SPEC)]) if kind == "local" else None,
+        weights=Edge([weights_of(5, 1, agent, SPEC)]) if kind != "served" else None,
         env_steps=Edge(),
-        requests=tuple(edges.requests[lines]) if kind == "served" else (),
-        replies=tuple(edges.replies[lines]) if kind == "served" else (),
+        requests=tuple(edges.requests[lines]) if kind != "local" else (),
+        replies=tuple(edges.replies[lines]) if kind != "local" else (),
         orders=Edge(),
     )
     return Actor(setup, handles), handles

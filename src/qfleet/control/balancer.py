@@ -34,6 +34,8 @@ SLOW, RECOVERED = 0.5, 0.7
 """An actor below the first share of the others' median rate is a straggler until it is above the second."""
 ADVICE_S = 300.0
 """Advice is not repeated sooner."""
+UNDISTURBED = ("relieve", "return", "local", "served")
+"""Changes whose trial ends before a straggler is relieved: who falls behind may do so because of them."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,15 @@ class Fleet:
     """Environments of each actor."""
     deadlines_ms: tuple[float, ...] = ()
     """Of the inference servers."""
+    begins: Literal["local", "served"] | None = None
+    """Whom actors ask at first that can ask servers or networks of their own; None where they cannot do both."""
     fixed: bool = False
     """Whether nothing can be changed: the balancer then only says what it sees."""
 
     def orders(self) -> Orders:
         """Return the orders that a run begins with."""
-        return Orders((self.envs,) * self.actors + (0,) * self.spare, self.deadlines_ms)
+        asked = () if self.begins == "local" else self.deadlines_ms
+        return Orders((self.envs,) * self.actors + (0,) * self.spare, asked)
 
 
 class Balancer:
@@ -144,7 +149,7 @@ class Balancer:
 
     def _relieve(self, now: float, seen: Situation) -> list[Decision]:
         """Relieve a straggler at once; another change that is on trial then stays without a judgement."""
-        if self._trial is not None and self._trial.proposal.key[0] in ("relieve", "return"):
+        if self._trial is not None and self._trial.proposal.key[0] in UNDISTURBED:
             return []
         for actor in sorted(self._stragglers):
             if not self._bars.barred(("relieve", actor), now):
@@ -167,6 +172,8 @@ class Balancer:
             proposals += [p for p in (levers.let_sleep(seen),) if p is not None]
         for server in range(len(self.orders.deadlines_ms)):
             proposals += [p for p in (levers.set_deadline(seen, server),) if p is not None]
+        if self._fleet.begins is not None:
+            proposals += [p for p in (levers.move_inference(seen, self._fleet.deadlines_ms),) if p is not None]
         for proposal in proposals:
             if not self._bars.barred(proposal.key, now):
                 return [self._carry_out(now, seen.span, proposal, seen.span)]

@@ -24,6 +24,8 @@ SLACK, SMALL = 0.1, 0.5
 """Where actors wait less than the first for a server whose batches are smaller than the second, these may be larger."""
 DEADLINES_MS = (0.25, 16.0)
 """Between these a server's deadline is moved."""
+LEARNING = 0.9
+"""A learner that works so much of the time would gain little by faster actors."""
 
 Change = Literal["rest", "move", "return", "wake", "sleep", "deadline"]
 Key = tuple[str, int]
@@ -185,6 +187,27 @@ def set_deadline(seen: Situation, server: int) -> Proposal | None:
     if waits <= SLACK and batch < SMALL <= busy and longer > present:
         return _deadline(seen.orders, server, longer, why, ("longer", server), ("shorter", server))
     return None
+
+
+def move_inference(seen: Situation, deadlines_ms: tuple[float, ...]) -> Proposal | None:
+    """Let actors ask servers with these deadlines instead of networks of their own, or the reverse.
+
+    It may help where they hold the learner up and spend much of their time on the network, or on waiting for servers.
+    """
+    if seen.learner_busy > LEARNING:
+        return None
+    served, span = seen.orders.served, seen.span
+    shares = span.waits("actor", UNANSWERED) if served else span.grown("actor", "network_s")
+    share = min(1.0, fmean([shares[actor] for actor in seen.awake if actor in shares] or (0.0,)))
+    if share < WAITING:
+        return None
+    if served:
+        reason = f"actors wait {share:.0%} of the time for servers: now each asks a network of its own"
+        orders = dataclasses.replace(seen.orders, deadlines_ms=())
+        return Proposal("move", "inference", 0, orders, reason, ("local", 0), ("served", 0), must_gain="run")
+    reason = f"actors spend {share:.0%} of the time on their networks: now they ask servers"
+    orders = dataclasses.replace(seen.orders, deadlines_ms=deadlines_ms)
+    return Proposal("move", "inference", 0, orders, reason, ("served", 0), ("local", 0), must_gain="run")
 
 
 def _batch(span: Span, server: int) -> float:

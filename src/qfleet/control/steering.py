@@ -10,6 +10,7 @@ from qfleet.control.resources import usable_cores
 from qfleet.core.protocols import Publisher, Report
 from qfleet.core.types import Orders
 from qfleet.experiment import Experiment
+from qfleet.roles.inference_server import AdaptiveInference, ServedInference
 
 
 class Steering:
@@ -23,7 +24,8 @@ class Steering:
             actors=experiment.actors,
             spare=experiment.spare_actors,
             envs=experiment.actor.envs,
-            deadlines_ms=(inference.deadline_ms,) * inference.servers if inference.kind == "served" else (),
+            deadlines_ms=_deadlines_ms(experiment),
+            begins=inference.begins if isinstance(inference, AdaptiveInference) else None,
             fixed=edge is None,
         )
         self._balancer = Balancer(self._fleet)
@@ -51,6 +53,12 @@ class Steering:
     def _publish(self) -> None:
         if self._edge is not None:
             self._edge.publish(self._balancer.orders)
+
+
+def _deadlines_ms(experiment: Experiment) -> tuple[float, ...]:
+    """Return how long each inference server waits at first; nothing where there is none."""
+    inference = experiment.inference
+    return (inference.deadline_ms,) * inference.servers if isinstance(inference, ServedInference) else ()
 
 
 def _event(decision: Decision) -> dict[str, Any]:

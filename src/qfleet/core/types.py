@@ -210,7 +210,12 @@ class Orders:
     envs: tuple[int, ...]
     """By actor: how many of its environments it acts for; the others rest where they are."""
     deadlines_ms: tuple[float, ...] = ()
-    """By inference server: how long an observation waits for others at most."""
+    """By inference server: how long an observation waits for others at most; empty where actors ask none."""
+
+    @property
+    def served(self) -> bool:
+        """Whether actors that can do both ask inference servers rather than networks of their own."""
+        return bool(self.deadlines_ms)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ class Acting:
 
     def __init__(self, network: QNetwork, envs: int) -> None:
         self._network = network
-        self._state: Floats = network.initial_state(envs).numpy()
+        self.memory: Floats = network.initial_state(envs).numpy()
+        """What is remembered [E, S] of the episodes; S is 0 without memory."""
 
     def act(
         self,
@@ -45,22 +46,22 @@ class Acting:
                 q = self._network.q(tensors).numpy()
                 return Choice(choose(q, epsilon, mask, rng), q, {})
             which = slice(None) if envs is None else envs
-            before = self._state[which]
+            before = self.memory[which]
             values, after = self._network.recall(tensors, torch.from_numpy(before))
         q = values.numpy()
         action, extras = choose(q, epsilon, mask, rng), stored(before)
-        self._state[which] = after.numpy()
-        self._state[which, -1] = action + 1
+        self.memory[which] = after.numpy()
+        self.memory[which, -1] = action + 1
         return Choice(action, q, extras)
 
     def forget(self, where: Bools | Ints) -> None:
         """Begin anew in environments, given as a mask of all or by number: their episode ended or broke off."""
-        self._state[where] = 0
+        self.memory[where] = 0
 
     def state_dict(self) -> State:
         """Return what is remembered."""
-        return {"memory": self._state.copy()}
+        return {"memory": self.memory.copy()}
 
     def load_state_dict(self, state: State) -> None:
         """Continue from what `state_dict` returned."""
-        self._state = np.array(state["memory"])
+        self.memory = np.array(state["memory"])

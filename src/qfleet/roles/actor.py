@@ -38,8 +38,9 @@ from qfleet.core.types import (
 from qfleet.core.usercode import UserCode
 from qfleet.envs import EnvConfig, Tick
 from qfleet.envs.stepping import make_stepping
-from qfleet.roles.inference_server import InferenceConfig, LocalInference, ServedInference
+from qfleet.roles.inference_server import AdaptiveInference, InferenceConfig, LocalInference, ServedInference
 from qfleet.roles.local import LocalActing
+from qfleet.roles.moving import MovingActing
 from qfleet.roles.pending import Pending
 from qfleet.roles.progress import Progress
 from qfleet.roles.recorder import RolloutRecorder, RowRecorder
@@ -94,7 +95,7 @@ class ActorHandles:
 
     experience: Sender[Experience | Rollout]
     weights: Subscriber[Weights] | None
-    """None where a server computes the values."""
+    """None where only a server computes the values."""
     env_steps: Counter
     events: Sender[Notice] | None = None
     requests: tuple[Sender[InferenceRequest], ...] = ()
@@ -167,6 +168,8 @@ class Actor(Role):
         if orders is not None:
             self._waiting.order(orders.envs[self._setup.index], self._env.seconds)
             self._env.expect(int(np.count_nonzero(self._waiting.awake)))
+            if isinstance(self._acting, MovingActing):
+                self._acting.order(orders.served)
 
     def _rests(self) -> bool:
         """Return whether nothing happens until there are other orders."""
@@ -254,6 +257,8 @@ class Actor(Role):
         values["env_steps"] = float(self._progress.counted)
         if self._handles.orders is not None:
             values |= self._waiting.load(self._env.seconds)
+        if isinstance(self._acting, MovingActing):
+            values["network_s"] = self._acting.network_s
         if self._episodes:
             values |= {"episode_return": self._returns.mean(), "episode_length": self._lengths.mean()}
         if self._cuts:
@@ -304,16 +309,23 @@ class Actor(Role):
         self._env.close()
 
 
-def _acting(setup: ActorSetup, handles: ActorHandles) -> LocalActing | ServedActing:
+def _acting(setup: ActorSetup, handles: ActorHandles) -> LocalActing | ServedActing | MovingActing:
     """Return what chooses actions."""
-    envs = setup.actor.envs
-    if isinstance(setup.inference, ServedInference):
-        assert isinstance(setup.agent, ReplayAgent)
-        life = 0 if handles.keep is None else handles.keep.life
-        resend_s = setup.inference.resend_s
-        return ServedActing(setup.agent, envs, handles.requests, handles.replies, life, resend_s)
+    inference = setup.inference
+    if isinstance(inference, AdaptiveInference):
+        return MovingActing(_local(setup, handles), _served(setup, handles, inference), inference.begins)
+    return _served(setup, handles, inference) if isinstance(inference, ServedInference) else _local(setup, handles)
+
+
+def _served(setup: ActorSetup, handles: ActorHandles, inference: ServedInference) -> ServedActing:
+    assert isinstance(setup.agent, ReplayAgent)
+    life = 0 if handles.keep is None else handles.keep.life
+    return ServedActing(setup.agent, setup.actor.envs, handles.requests, handles.replies, life, inference.resend_s)
+
+
+def _local(setup: ActorSetup, handles: ActorHandles) -> LocalActing:
     assert handles.weights is not None
     network = build_network(setup.network, setup.agent, setup.spec, seed=setup.seed, custom=setup.code.network)
     purpose = seeding.of_life("noise", 0 if handles.keep is None else handles.keep.life)
     noise = seeding.torch_stream(setup.seed, Actor.kind, setup.index, purpose)
-    return LocalActing(network, envs, noise, handles.weights, setup.inference.precision)
+    return LocalActing(network, setup.actor.envs, noise, handles.weights, setup.inference.precision)

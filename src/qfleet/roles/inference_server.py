@@ -67,7 +67,17 @@ class ServedInference(_ActingConfig):
     """Seconds after which an actor asks again, because a server may have died over its request."""
 
 
-InferenceConfig = Annotated[LocalInference | ServedInference, Field(discriminator="kind")]
+class AdaptiveInference(ServedInference):
+    """Actors have networks of their own and servers as well; the balancer moves all of them to what makes the run
+    faster, agents with memory included. Needs agent.kind 'replay', and processes or ray with balance on."""
+
+    kind: Literal["adaptive"] = "adaptive"  # type: ignore[assignment]  # a server's settings, under another name
+    """Selects this inference."""
+    begins: Literal["local", "served"] = "local"
+    """Who computes at first."""
+
+
+InferenceConfig = Annotated[LocalInference | ServedInference | AdaptiveInference, Field(discriminator="kind")]
 
 
 @dataclass(frozen=True)
@@ -159,6 +169,9 @@ class InferenceServer(Role):
         """Follow new orders: another deadline, and other environments that rest."""
         orders = None if self._handles.orders is None else self._handles.orders.latest()
         if orders is None:
+            return
+        if not orders.served:
+            self._expected = set()  # who still waits for an answer gets it at once
             return
         setup = self._setup
         self._batcher.deadline_s = orders.deadlines_ms[setup.index] / 1000

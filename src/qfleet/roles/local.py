@@ -45,6 +45,15 @@ class LocalActing:
         return self._weights.version
 
     @property
+    def memory(self) -> Floats:
+        """What is remembered [E, S] of the episodes."""
+        return self._acting.memory
+
+    @memory.setter
+    def memory(self, memory: Floats) -> None:
+        self._acting.memory = memory
+
+    @property
     def asked(self) -> Ints:
         """The environments that were asked for and not acted in yet."""
         return np.concatenate([np.zeros(0, np.int64), *(envs for *_, envs in self._asked)])

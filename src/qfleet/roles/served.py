@@ -57,11 +57,14 @@ class ServedActing:
         """Serve `envs` environments of an actor in its `life`; ask again what is not answered after `resend_s`."""
         self._requests, self._replies = requests, replies
         self._clock, self._resend_s = clock, resend_s
-        self._state: Floats = np.zeros((envs, 0 if agent.memory is None else 2 * agent.memory.hidden + 1), np.float32)
+        self.memory: Floats = np.zeros((envs, 0 if agent.memory is None else 2 * agent.memory.hidden + 1), np.float32)
+        """What is remembered [E, S] of the episodes; S is 0 without memory."""
         self._asked: deque[Asked] = deque()
         self._sequence = life * _LIFE
         self.version = Version()
         """The weights behind the last choice."""
+        if life:
+            self._discard()
 
     @property
     def room(self) -> bool:
@@ -85,7 +88,7 @@ class ServedActing:
     def ask(self, observation: Leaves, mask: Bools | None, envs: Ints) -> None:
         """Ask for the values of observations [K, ...] of environments `envs` [K]; only allowed while there is room."""
         line = min(set(range(len(self._requests))) - {asked.line for asked in self._asked})
-        state = self._state[envs] if self._state.shape[1] else None
+        state = self.memory[envs] if self.memory.shape[1] else None
         request = InferenceRequest(self._sequence, observation, state)
         self._asked.append(Asked(line, request, mask, envs))
         self._sequence += 1
@@ -105,20 +108,26 @@ class ServedActing:
         action = choose(reply.q, epsilon, asked.mask, rng)
         if reply.state is None:
             return Choice(action, reply.q, {})
-        extras = stored(self._state[asked.envs])
-        self._state[asked.envs] = reply.state
-        self._state[asked.envs, -1] = action + 1
+        extras = stored(self.memory[asked.envs])
+        self.memory[asked.envs] = reply.state
+        self.memory[asked.envs, -1] = action + 1
         return Choice(action, reply.q, extras)
 
     def forget(self, envs: Ints) -> None:
         """Begin anew in some environments: their episode ended or broke off; what was asked for them counts no more."""
-        self._state[envs] = 0
+        self.memory[envs] = 0
         self._asked = deque(asked for asked in self._asked if not np.isin(asked.envs, envs).any())
 
     def close(self) -> None:
         """Tell the server that nothing more will be asked."""
         for stream in self._requests:
             stream.close()
+
+    def _discard(self) -> None:
+        """Throw away what was answered to a former life: this one may not ask for long, and the server needs room."""
+        for stream in self._replies:
+            while stream.receive() is not None:
+                pass
 
     def _look(self, asked: Asked) -> None:
         """Take a request's answer if it has come; other answers are to what a former life or attempt asked."""
@@ -138,13 +147,13 @@ class ServedActing:
     def state_dict(self) -> State:
         """Return what is remembered, and what was asked."""
         asked = [[a.line, a.request, a.mask, a.envs, a.sent_at is not None, a.reply] for a in self._asked]
-        served = {"memory": self._state, "asked": asked, "sequence": self._sequence, "version": self.version}
+        served = {"memory": self.memory, "asked": asked, "sequence": self._sequence, "version": self.version}
         return {"served": served}
 
     def load_state_dict(self, state: State) -> None:
         """Continue from what `state_dict` returned."""
         served, now = state["served"], self._clock()
-        self._state = np.array(served["memory"])
+        self.memory = np.array(served["memory"])
         self._sequence, self.version = max(self._sequence, served["sequence"]), served["version"]
         self._asked = deque(
             Asked(line, request, mask, envs, now if sent else None, reply)

@@ -31,7 +31,7 @@ KINDS: list[dict[str, str]] = [
     *({"replay.storage.kind": kind} for kind in ("ram", "mapped", "lz4")),
     *({"exploration.kind": kind} for kind in ("epsilon_greedy", "ladder")),
     {"exploration.kind": "none", "agent.noisy": "True"},
-    *({"inference.kind": kind} for kind in ("local", "served")),
+    *({"inference.kind": kind} for kind in ("local", "served", "adaptive")),
     {"env.kind": "atari", "env.game": "pong"},
     {"env.kind": "envpool", "env.id": "Pong-v5"},
     {"env.kind": "gym", "env.id": "CartPole-v1"},

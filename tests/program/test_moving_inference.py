@@ -25,6 +25,8 @@ from qfleet.experiment import Experiment
 from qfleet.observe.sinks import read_jsonl
 from qfleet.runtime import checkpoint
 
+pytestmark = pytest.mark.xdist_group("ray")  # beside Ray's processes two cores have no room for these
+
 
 def adaptive(begins: str, **changes: Any) -> Experiment:
     """Two actors that play and do not learn."""

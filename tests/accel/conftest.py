@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from qfleet.control.candidates import format_put_back
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
@@ -24,6 +27,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     """Where the kernels run."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def switches_put_back() -> Iterator[None]:
+    """Put back what `accel.deterministic` changes for the whole process."""
+    cudnn, filled = torch.backends.cudnn, torch.utils.deterministic.fill_uninitialized_memory
+    before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
+    with format_put_back():
+        yield
+    torch.use_deterministic_algorithms(before[0])
+    cudnn.deterministic, cudnn.benchmark = before[1:]
+    torch.utils.deterministic.fill_uninitialized_memory = filled
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
 # What kernels are compared with must not be rounded itself: by default cuDNN rounds float32 convolutions to 10 bits.

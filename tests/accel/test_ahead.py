@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -30,7 +28,6 @@ from qfleet.algo.optim import AdamConfig
 from qfleet.algo.schedules import LinearRateConfig
 from qfleet.algo.torsos import MlpConfig, NatureConfig
 from qfleet.algo.updates import ReplayUpdate, build_update
-from qfleet.control.candidates import format_put_back
 from qfleet.core.spec import PLAIN, EnvSpec, LeafSpec
 from qfleet.core.types import Batch
 from qfleet.core.usercode import UserCode
@@ -140,22 +137,9 @@ def test_the_learning_rate_follows_its_schedule_period_by_period(device):
     assert rates == pytest.approx([1e-2] * 4 + [0.96e-2] * 4 + [0.92e-2])
 
 
-@pytest.fixture
-def _same_bits() -> Iterator[None]:
-    """Put back what `accel.deterministic` changes for the whole process."""
-    cudnn, filled = torch.backends.cudnn, torch.utils.deterministic.fill_uninitialized_memory
-    before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
-    with format_put_back():
-        yield
-    torch.use_deterministic_algorithms(before[0])
-    cudnn.deterministic, cudnn.benchmark = before[1:]
-    torch.utils.deterministic.fill_uninitialized_memory = filled
-    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.usefixtures("_same_bits")
+@pytest.mark.usefixtures("switches_put_back")
 @pytest.mark.parametrize(("kernels", "recorded"), [("off", False), ("auto", False), ("auto", True)])
 def test_on_a_gpu_it_learns_the_same_to_the_bit(device, kernels, recorded):
     batches, results = make_batches(FRAMES, 32, 24, spoilt=(5,)), []

@@ -16,7 +16,6 @@ from qfleet.algo.agent import RolloutAgent
 from qfleet.algo.networks import build_network
 from qfleet.algo.optim import AdamConfig
 from qfleet.algo.torsos import MlpConfig
-from qfleet.control.candidates import format_put_back
 from qfleet.core.spec import PLAIN, EnvSpec, LeafSpec
 from qfleet.core.usercode import UserCode
 
@@ -25,17 +24,9 @@ AGENT, OPTIM = RolloutAgent(), AdamConfig()
 
 
 @pytest.fixture(autouse=True)
-def _put_back(monkeypatch):
+def _as_if_on_a_gpu(monkeypatch, switches_put_back):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(choices.steps, "supports", lambda optim, device: True)
-    cudnn, filled = torch.backends.cudnn, torch.utils.deterministic.fill_uninitialized_memory
-    before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
-    with format_put_back():
-        yield
-    torch.use_deterministic_algorithms(before[0])
-    cudnn.deterministic, cudnn.benchmark = before[1:]
-    torch.utils.deterministic.fill_uninitialized_memory = filled
-    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
 def chosen(device: str, wanted: bool) -> choices.Choices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
@@ -23,7 +24,9 @@ from qfleet.roles.learner import Learner, LearnerHandles
 from qfleet.roles.learner_setup import LearnerConfig, LearnerSetup
 
 
-def make_learner(accel: AccelConfig | None = None, **settings: object) -> tuple[Learner, dict[str, Edge]]:
+def make_learner(
+    accel: AccelConfig | None = None, ahead: bool = False, **settings: object
+) -> tuple[Learner, dict[str, Edge]]:
     edges = {
         name: Edge()
         for name in ("batches", "priorities", "weights", "models", "events", "score", "env_steps", "updates")
@@ -44,6 +47,7 @@ def make_learner(accel: AccelConfig | None = None, **settings: object) -> tuple[
         warm_start_part="all",
         code=UserCode(),
         accel=accel or AccelConfig(),
+        ahead=ahead,
     )
     handles = LearnerHandles(**{**edges, **{name: (edges[name],) for name in ("batches", "priorities")}})
     return Learner(setup, handles), edges
@@ -61,6 +65,25 @@ def test_weights_are_published_when_there_is_nothing_to_learn_and_only_once():
     first, second = edges["weights"].queue
     assert second.version == Version(0, 1)
     assert not np.array_equal(first.flat, second.flat)
+
+
+def test_an_idle_learner_beside_others_publishes_at_a_pace(monkeypatch):
+    """Whoever reads the weights copies them each time, so it must not publish after every update."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    learner, edges = make_learner(ahead=True)
+    assert learner.step() == WORKED  # publishes
+    learner._publishing_s = 0.01  # as if that had taken so long
+    edges["batches"].send(random_batch(np.random.default_rng(0)))
+    assert learner.step() == WORKED  # learns
+    status = learner.step()
+    assert isinstance(status, Idle)
+    assert status.deadline == pytest.approx(0.16)
+    assert len(edges["weights"].queue) == 1
+    now += 0.17
+    assert learner.step() == WORKED
+    assert edges["weights"].queue[-1].version == Version(0, 1)
+    assert learner.step() == Idle("no batch", wake_on=(edges["batches"],))
 
 
 def test_a_busy_learner_publishes_too():

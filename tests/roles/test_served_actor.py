@@ -201,3 +201,27 @@ def test_a_served_actor_that_is_put_to_sleep_uses_what_it_has_asked_for_and_wake
     assert not any(edge.queue for edge in edges.requests)
     handles.orders.publish(Orders((4,)))
     assert {int(stream) for message in go(10) for stream in message.stream} == {0, 1, 2, 3}
+
+
+def test_a_group_whose_values_are_there_steps_while_the_other_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    edges = wires(2)
+    actor, _ = make_actor("served", PLAIN_AGENT, edges, groups=2)
+    helper = make_server(edges, PLAIN_AGENT)
+    done: list[str] = []
+    send, receive, add = actor._env.send, actor._env.receive, actor._recorder.add
+
+    def answering_meanwhile() -> Any:
+        part = receive()
+        helper.step()
+        return part
+
+    monkeypatch.setattr(actor._env, "send", lambda action, envs: (done.append(f"send {envs[0]}"), send(action, envs)))
+    monkeypatch.setattr(actor._env, "receive", answering_meanwhile)
+    monkeypatch.setattr(actor._recorder, "add", lambda *parts: (done.append(f"write {parts[-1][0]}"), add(*parts)))
+    assert actor.step() == WORKED  # asks for both
+    kept = edges.requests[1].queue.pop()
+    helper.step()  # answers the first alone
+    edges.requests[1].queue.append(kept)
+    actor.step()
+    assert done[:3] == ["send 0", "send 2", "write 0"]
+    actor.close()

@@ -88,7 +88,7 @@ class _Column:
 
 
 def _as_words(rows: Tensor) -> Tensor:
-    """Return the rows as words of 8 bytes [R, W] if they consist of such: a device gathers these 8 times as fast."""
+    """Return the rows as words of 8 bytes [R, W] if they consist of such: fewer, larger pieces to gather."""
     flat = rows.flatten(1)
     whole = flat.shape[1] > 0 and flat.shape[1] * flat.element_size() % 8 == 0
     return flat.view(torch.int64) if whole else flat

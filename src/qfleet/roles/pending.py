@@ -24,7 +24,7 @@ class Pending:
         self._choice: Choice | None = None
 
     def seen(self, envs: Ints) -> tuple[Leaves, Bools | None]:
-        """Return what environments `envs` [K] show [K, ...] and allow [K, A]."""
+        """Return what environments `envs` [K] show [K, ...] and allow [K, A], until they are next seen."""
         if len(envs) == self._count:
             return self._observation, self._mask
         return _rows(self._observation, envs), None if self._mask is None else self._mask[envs]
@@ -77,7 +77,10 @@ class Pending:
 
 
 def _rows(leaves: Leaves, envs: Ints) -> Leaves:
-    return {name: leaf[envs] for name, leaf in leaves.items()}
+    """Return the rows of some environments (ascending), not copied where these lie side by side."""
+    first, last = int(envs[0]), int(envs[-1])
+    rows = slice(first, last + 1) if last - first == len(envs) - 1 else envs
+    return {name: leaf[rows] for name, leaf in leaves.items()}
 
 
 def _for_all(some: NDArray[T], count: int) -> NDArray[T]:

@@ -36,7 +36,7 @@ class RowRecorder:
         best = _best(choice.q, mask) if self._valued else None
         self._groups.append({
             "stream": stream[valid],
-            "observation": self._frames({name: leaf[valid] for name, leaf in observation.items()}),
+            "observation": {name: leaf[valid] for name, leaf in self._frames(observation).items()},
             "action": choice.action[valid],
             "reward": tick.reward[valid],
             "terminated": tick.terminated[valid],

@@ -65,8 +65,12 @@ class Bell:
         except (BrokenPipeError, ConnectionResetError):
             self._lost = True
 
+    def fileno(self) -> int:
+        """Return the descriptor to wait on."""
+        return self._connection.fileno()
+
     def silence(self) -> None:
-        """Forget the rings so far; look at the cursors after this, or a ring in between would be lost."""
+        """Forget the rings so far, as whoever waited does; look at the cursors after this, or one would be missed."""
         try:
             self._lost = not self._connection.recv(_MANY_BELLS, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -74,9 +78,9 @@ class Bell:
         except ConnectionResetError:
             self._lost = True
 
-    def waitable(self) -> socket.socket | None:
-        """Return what becomes readable when it rings; None when nobody is left to ring it."""
-        return None if self._lost else self._connection
+    def waitable(self) -> Bell | None:
+        """Return itself, which becomes readable when it rings; None when nobody is left to ring it."""
+        return None if self._lost else self
 
 
 class Ring:
@@ -133,9 +137,6 @@ class StreamSender:
 
     def ready(self) -> bool:
         """Return whether one more message fits."""
-        if self.state() < self._ring.capacity:
-            return True
-        self._bell.silence()
         return self.state() < self._ring.capacity
 
     def send(self, message: Any) -> None:
@@ -196,7 +197,7 @@ class StreamReceiver:
     def exhausted(self) -> bool:
         """Return whether the sender closed the stream and nothing is left of it."""
         closed = bool(self._cells[_CLOSED])  # first: what was sent before is then all there
-        return not self._waiting() and closed
+        return closed and not self._waiting()
 
     def acknowledge(self) -> None:
         """Give the slots of all received messages back; whoever opens this end anew will not see them."""
@@ -221,7 +222,4 @@ class StreamReceiver:
         self._bell.ring()
 
     def _waiting(self) -> bool:
-        if self._cells[_SENT] > self._next:
-            return True
-        self._bell.silence()
         return bool(self._cells[_SENT] > self._next)

@@ -31,9 +31,9 @@ from qfleet.presets import preset
 
 MACHINE: dict[str, Any] = {
     "placement": "processes",
-    "actors": 8,
-    "actor.envs": 32,
-    "actor.groups": 2,
+    "actors": 6,
+    "actor.envs": 96,
+    "actor.groups": 3,
     "actor.unroll": 4,
     "env.threads": 3,
     "inference.kind": "served",
@@ -43,16 +43,16 @@ MACHINE: dict[str, Any] = {
     "replay.capacity": 500_000,
     "learner.learning_starts": 20_000,
     "checkpoint.every": 100_000_000,
-    "evaluation": {"every": 250_000, "episodes": 10, "envs": 10, "test_episodes": 10},
+    "evaluation": {"every": 250_000, "episodes": 10, "envs": 10, "test_episodes": 10, "in_a_row": 1, "epsilon": 0.001},
 }
 RECIPES: dict[str, dict[str, Any]] = {
     "fast": {
         "agent.n_step": 3,
         "agent.double": True,
-        "agent.target": {"kind": "hard", "period": 500},
+        "agent.target": {"kind": "hard", "period": 250},
         "learner.batch_size": 256,
         "learner.train_period": 32.0,
-        "optim.lr": 2.5e-4,
+        "optim.lr": 3e-4,
         "exploration.steps": 200_000,
         "env_steps": 6_000_000,
     },

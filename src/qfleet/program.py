@@ -292,7 +292,10 @@ def _spawned(experiment: Experiment) -> tuple[str, ...]:
     """Return the kinds of roles that use CUDA, which a forked process cannot."""
     if not torch.cuda.is_available():
         return SPAWNED
-    devices = {Learner.kind: experiment.device}
+    devices: dict[str, str] = {Learner.kind: experiment.device}
+    devices[Evaluator.kind] = (
+        experiment.device if experiment.evaluation.device == "auto" else experiment.evaluation.device
+    )
     if isinstance(experiment.inference, ServedInference):
         devices[InferenceServer.kind] = experiment.inference.device
     return (*SPAWNED, *(kind for kind, device in devices.items() if device != "cpu"))

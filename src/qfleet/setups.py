@@ -244,7 +244,14 @@ def evaluator_setup(experiment: Experiment, spec: EnvSpec, code: UserCode) -> Ev
         agent=experiment.agent,
         seed=experiment.seed,
         code=code,
+        device=_evaluation_device(experiment, spec),
     )
+
+
+def _evaluation_device(experiment: Experiment, spec: EnvSpec) -> str:
+    if experiment.evaluation.device != "auto":
+        return _device(experiment.evaluation.device, "evaluation.device", spec)
+    return "cuda" if learner_device(experiment, spec) == "cuda" else "cpu"
 
 
 def total_updates(experiment: Experiment) -> int:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import torch
 from role_cases import Edge
 
 from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.flat import FlatParameters, checksum
 from qfleet.algo.networks import build_network
+from qfleet.algo.recurrent import MemoryConfig
 from qfleet.algo.torsos import MlpConfig
 from qfleet.core.role import DONE, WORKED, Idle
 from qfleet.core.spec import PLAIN
 from qfleet.core.types import Evaluated, Version, Weights
 from qfleet.core.usercode import UserCode
-from qfleet.envs import GymConfig, Tick, env_spec
-from qfleet.roles.evaluator import EvaluationConfig, Evaluator, EvaluatorHandles, EvaluatorSetup, play
+from qfleet.envs import GymConfig, Tick, env_spec, make_env
+from qfleet.roles.evaluator import EvaluationConfig, Evaluator, EvaluatorHandles, EvaluatorSetup, play, playing
 
 ENV, NETWORK = GymConfig(id="CartPole-v1"), MlpConfig(hidden=(8,))
 
@@ -141,3 +144,21 @@ class Scripted:
             final_observation={PLAIN: np.zeros((0, 4), np.float32)}, final_mask=None, finished=scored,
             scores=scores, score_lengths=scores.astype(np.int64), scored=scored, cut=cut,
         )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("agent", [ReplayAgent(), ReplayAgent(memory=MemoryConfig(hidden=8))])
+def test_on_a_gpu_the_scores_are_nearly_the_cpus(agent: ReplayAgent) -> None:
+    network = build_network(NETWORK, agent, env_spec(ENV), seed=3)
+    config = EvaluationConfig(episodes=20, envs=20)
+    on_cpu, _ = play(network, make_env(ENV, 20, evaluation=True), config, 0, "validation", 20)
+    game = playing(network.cuda(), make_env(ENV, 20, evaluation=True), config, 0, "validation", 20, "cuda")
+    while True:
+        try:
+            next(game)
+        except StopIteration as end:
+            on_gpu, _ = end.value
+            break
+    assert np.mean(on_cpu == on_gpu) >= 0.9, "a last digit may decide an action now and then"
+    assert on_cpu.std() > 0

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
-
-import torch
 from torch import Tensor
 
+from qfleet.accel.fusing import fused
 from qfleet.accel.precision import LossScale, Precision, autocast
 from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.flat import FlatParameters
@@ -15,9 +12,6 @@ from qfleet.algo.gradients import DeepAgent, EagerGradient, Replayed
 from qfleet.algo.heads import ImplicitQuantileHead
 from qfleet.algo.networks import QNetwork
 from qfleet.core.tensors import TensorBatch
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class WrappedGradient(EagerGradient):
@@ -35,8 +29,8 @@ class WrappedGradient(EagerGradient):
     ) -> None:
         super().__init__(agent, flat, online, target)
         self._precision, self._device, self._scale = precision, flat.parameters.device, scale
-        self._of_replay = _compiled(self._replay_loss) if compiled else self._replay_loss
-        self._of_regression = _compiled(self._regression_loss) if compiled else self._regression_loss
+        self._of_replay = fused(self._replay_loss, whole=True) if compiled else self._replay_loss
+        self._of_regression = fused(self._regression_loss, whole=True) if compiled else self._regression_loss
 
     def replay(self, batch: TensorBatch) -> Replayed:
         """Take the loss of a batch of replayed transitions."""
@@ -62,7 +56,3 @@ def can_compile(network: QNetwork, agent: DeepAgent) -> bool:
     """Return whether torch.compile can take the whole loss: one that draws no random numbers of its own."""
     noisy = isinstance(agent, ReplayAgent) and agent.noisy
     return not noisy and not isinstance(network.head, ImplicitQuantileHead) and not network.has_dropout
-
-
-def _compiled(function: Callable[P, T]) -> Callable[P, T]:
-    return torch.compile(function, dynamic=False, fullgraph=True)

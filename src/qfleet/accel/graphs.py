@@ -58,10 +58,12 @@ class Recording:
         torch.cuda.synchronize()
         # The end of an older graph, when the collector finds it, would spoil a recording under way.
         gc.collect()
+        gc.freeze()  # torch looks for garbage here once more, a tenth of a second if it looked at everything
         gc.disable()
         try:
             with torch.cuda.graph(graph, stream=self._stream):
                 self._work()
         finally:
             gc.enable()
+            gc.unfreeze()
         return graph

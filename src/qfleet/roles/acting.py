@@ -26,9 +26,10 @@ class Choice:
 class Acting:
     """A network at play in a fixed number of environments; without memory it is the network's values alone."""
 
-    def __init__(self, network: QNetwork, envs: int) -> None:
-        self._network = network
-        self.memory: Floats = network.initial_state(envs).numpy()
+    def __init__(self, network: QNetwork, envs: int, device: str = "cpu") -> None:
+        """Play in `envs` environments with a network that is on a device."""
+        self._network, self._device = network, device
+        self.memory: Floats = network.initial_state(envs).cpu().numpy()
         """What is remembered [E, S] of the episodes; S is 0 without memory."""
 
     def act(
@@ -40,17 +41,17 @@ class Acting:
         envs: Ints | None = None,
     ) -> Choice:
         """Choose for observations [E, ...] of the environments `envs` [E], all of them if None."""
-        tensors = {name: torch.from_numpy(leaf) for name, leaf in observation.items()}
+        tensors = {name: torch.from_numpy(leaf).to(self._device) for name, leaf in observation.items()}
         with torch.inference_mode():
             if not self._network.recurrent:
-                q = self._network.q(tensors).numpy()
+                q = self._network.q(tensors).cpu().numpy()
                 return Choice(choose(q, epsilon, mask, rng), q, {})
             which = slice(None) if envs is None else envs
             before = self.memory[which]
-            values, after = self._network.recall(tensors, torch.from_numpy(before))
-        q = values.numpy()
+            values, after = self._network.recall(tensors, torch.from_numpy(before).to(self._device))
+        q = values.cpu().numpy()
         action, extras = choose(q, epsilon, mask, rng), stored(before)
-        self.memory[which] = after.numpy()
+        self.memory[which] = after.cpu().numpy()
         self.memory[which, -1] = action + 1
         return Choice(action, q, extras)
 

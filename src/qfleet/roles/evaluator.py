@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +58,9 @@ class EvaluationConfig(Config):
     """How many consecutive evaluations must reach the target; one alone may be luck."""
     epsilon: float = Field(0.0, ge=0.0, le=1.0)
     """Chance of a random action (the Atari protocol uses 0.001 to 0.05)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the network is during evaluations; "auto" is where the learner is, if that is a CUDA device, or else
+    the CPU. The final test is always played on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class EvaluatorSetup:
     agent: AgentConfig
     seed: int
     code: UserCode
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ class Evaluator(Role):
         self._setup, self._handles = setup, handles
         self._network = build_network(
             setup.network, setup.agent, setup.spec, seed=setup.seed, custom=setup.code.network
-        )
+        ).to(setup.device)
         self._flat = FlatParameters(self._network)
         self._env: VectorEnv | None = None
         self._best = -np.inf
@@ -130,7 +135,8 @@ class Evaluator(Role):
         if self._env is None:
             envs = min(config.envs, config.episodes)
             self._env = make_env(self._setup.env, envs, evaluation=True, factory=self._setup.code.env)
-        return playing(self._network, self._env, config, self._setup.seed, "validation", config.episodes)
+        setup = self._setup
+        return playing(self._network, self._env, config, setup.seed, "validation", config.episodes, setup.device)
 
     def _finish(self, returns: Doubles, lengths: Ints) -> None:
         weights, self._weights, self._playing, self.phase = self._weights, None, None, "running"
@@ -180,30 +186,37 @@ def play(
 
 
 def playing(
-    network: QNetwork, env: VectorEnv, config: EvaluationConfig, seed: int, split: str, episodes: int
+    network: QNetwork,
+    env: VectorEnv,
+    config: EvaluationConfig,
+    seed: int,
+    split: str,
+    episodes: int,
+    device: str = "cpu",
 ) -> Playing:
-    """Do what `play` does, a few ticks at a time."""
+    """Do what `play` does, a few ticks at a time, with a network that is on a device."""
     seeds = seeding.episode_seeds(seed, split, episodes)
     rng = seeding.numpy_stream(seed, "evaluator", purpose=split)
     network.eval()
-    network.set_generator(seeding.torch_stream(seed, "evaluator", purpose=split))
+    network.set_generator(seeding.torch_stream(seed, "evaluator", purpose=split, device=device))
+    acting = Acting(network, env.num_envs, device)
     scores, lengths = [], []
     for at in range(0, episodes, env.num_envs):
         if at:
             yield
-        score, length = yield from _wave(network, env, seeds[at : at + env.num_envs], config, rng)
+        score, length = yield from _wave(acting, env, seeds[at : at + env.num_envs], config, rng)
         scores.append(score)
         lengths.append(length)
     return np.concatenate(scores), np.concatenate(lengths)
 
 
 def _wave(
-    network: QNetwork, env: VectorEnv, seeds: Sequence[int], config: EvaluationConfig, rng: np.random.Generator
+    acting: Acting, env: VectorEnv, seeds: Sequence[int], config: EvaluationConfig, rng: np.random.Generator
 ) -> Playing:
     """Play one episode in each of the first `len(seeds)` environments; surplus environments are stepped and ignored."""
     padded = [*seeds, *[seeds[-1]] * (env.num_envs - len(seeds))]
     observation, mask = env.reset(padded)
-    acting = Acting(network, env.num_envs)
+    acting.forget(np.arange(env.num_envs))
     epsilon = np.full(env.num_envs, config.epsilon, np.float32)
     score, length = np.zeros(env.num_envs), np.zeros(env.num_envs, np.int64)
     going = np.arange(env.num_envs) < len(seeds)

@@ -35,7 +35,9 @@ class Waiter:
             self._waitables, self._descriptors = wanted, {waitable.fileno(): waitable for waitable in wanted}
             self._poll = self._polling()
         # in whole milliseconds, not less: to wake up too early would be to wait twice
-        changed = [which for which, _ in self._poll.poll(None if seconds is None else math.ceil(max(seconds, 0.0) * 1e3))]
+        changed = [
+            which for which, _ in self._poll.poll(None if seconds is None else math.ceil(max(seconds, 0.0) * 1e3))
+        ]
         for descriptor in changed:
             if descriptor != self._alarm:
                 self._descriptors[descriptor].silence()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qfleet.accel.fusing import fused
 from qfleet.algo.exploration import choose_tensors
 from qfleet.core.role import State
 from qfleet.envs.tensor.cartpole import CartPole
@@ -73,8 +74,8 @@ class Player:
     def _compile(self) -> None:
         """Fuse the game's rules: by torch.compile on a GPU, by numba on a CPU, where only CartPole has such a form."""
         if self.returns.device.type == "cuda":
-            self._observe = torch.compile(self.env.observe, dynamic=False)
-            self._move = torch.compile(self._moved, dynamic=False)
+            self._observe = fused(self.env.observe)
+            self._move = fused(self._moved)
         elif type(self.env.game) is CartPole and self.state["physics"].dtype == torch.float32 and use_numba():
             from qfleet.accel.cpu_games import CartPoleMove
 

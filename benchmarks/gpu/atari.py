@@ -4,7 +4,8 @@
         [--raw-games 128] [--raw-seconds 8] [--section.field VALUE ...]
 
 Both rates come from the same process, one after the other: the raw one is ale-py's vector of so many games on all
-cores, with random actions and nothing else; training's is taken from the first update on. The recipe `fast` is for
+cores, with random actions and nothing else, before each training and after it; training's is taken from the first
+update on, and its share is that of the higher raw one beside it. The recipe `fast` is for
 wall-clock; `dopamine` is the DQN that Dopamine publishes curves of, for 10M frames, with batches four times as large
 and as rare and twice its rate. `train_return` is the mean of the training episodes that ended last.
 """
@@ -68,17 +69,21 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-def raw_rate(game: str, games: int, seconds: float) -> float:
-    """Return the steps a second of ale-py's games alone."""
-    env = AtariVectorEnv(game, games, num_threads=0, repeat_action_probability=0.25, noop_max=0)
-    env.reset()
-    rng, ticks, began = np.random.default_rng(0), 0, time.perf_counter()
-    while time.perf_counter() - began < seconds:
-        env.step(rng.integers(env.single_action_space.n, size=games))
-        ticks += 1
-    rate = ticks * games / (time.perf_counter() - began)
-    env.close()
-    return rate
+class RawGames:
+    """Ale-py's games alone."""
+
+    def __init__(self, game: str, games: int) -> None:
+        self._env = AtariVectorEnv(game, games, num_threads=0, repeat_action_probability=0.25, noop_max=0)
+        self._env.reset()
+        self._rng = np.random.default_rng(0)
+
+    def rate(self, seconds: float) -> float:
+        """Return their steps a second."""
+        ticks, began = 0, time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            self._env.step(self._rng.integers(self._env.single_action_space.n, size=self._env.num_envs))
+            ticks += 1
+        return ticks * self._env.num_envs / (time.perf_counter() - began)
 
 
 def train(game: str, settings: dict[str, Any], seed: int, limit: float) -> dict[str, Any]:
@@ -137,13 +142,15 @@ def main() -> None:
     options, rest = parser.parse_known_args()
     given = {name.removeprefix("--"): yaml.safe_load(value) for name, value in zip(rest[::2], rest[1::2], strict=True)}
     settings = {**MACHINE, **RECIPES[options.recipe], "evaluation.target": options.target, **given}
-    raw = raw_rate(options.game, options.raw_games, options.raw_seconds) if options.raw_seconds else None
-    print(json.dumps({"raw_steps_per_s": raw, "cores": os.cpu_count()}), flush=True)
+    games = RawGames(options.game, options.raw_games)
+    raw = [games.rate(options.raw_seconds)]
     for seed in options.seeds:
         psutil.cpu_percent()
         result = train(options.game, settings, seed, options.limit)
         result["cores_busy"] = psutil.cpu_percent() / 100
-        result["share_of_raw"] = result["env_steps_per_s"] / raw if raw else None
+        raw.append(games.rate(options.raw_seconds))
+        result |= {"cores": os.cpu_count(), "raw_steps_per_s": raw[-2:]}
+        result["share_of_raw"] = result["env_steps_per_s"] / max(raw[-2:])
         print(json.dumps({"game": options.game, "recipe": options.recipe, "seed": seed, **given, **result}), flush=True)
 
 

@@ -281,6 +281,7 @@ def place(program: Program, experiment: Experiment) -> Placement:
             spawn=_spawned(experiment),
             threads=threads,
             groups=(Learner.kind,),
+            background=(Actor.kind,),  # they take what cores there are; all others wait for each other
             lockstep=experiment.lockstep,
         )
     from qfleet.runtime.ray import RayPlacement

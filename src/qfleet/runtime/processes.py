@@ -44,6 +44,8 @@ _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a run to end."""
 _CROWDED = 4
 """Processes for each core from which on a person is told."""
+_BACKGROUND = 10
+"""How nice processes in the background are to the others: about a tenth of their weight."""
 
 
 class ProcessPlacement(SupervisedPlacement):
@@ -52,7 +54,8 @@ class ProcessPlacement(SupervisedPlacement):
     `spawn` names the kinds of roles that must not be forked; `threads` gives the threads of torch and OpenMP by kind,
     one where not given. A role that holds a keep and dies or hangs is begun anew, unless it is one of several of a
     kind in `groups`, which live and die together: `restarts` times if its deaths follow each other quickly. It hangs
-    when one of its steps takes longer than `stall` seconds. In `lockstep` roles step one at a time, in inline's order.
+    when one of its steps takes longer than `stall` seconds. Kinds in `background` leave a core to any other that wants
+    it. In `lockstep` roles step one at a time, in inline's order.
     """
 
     name = "processes"
@@ -63,6 +66,7 @@ class ProcessPlacement(SupervisedPlacement):
         spawn: Collection[str] = (),
         threads: Mapping[str, int] | None = None,
         groups: Collection[str] = (),
+        background: Collection[str] = (),
         restarts: int = 5,
         stall: float = 60.0,
         lockstep: bool = False,
@@ -87,7 +91,8 @@ class ProcessPlacement(SupervisedPlacement):
             for node, payload in zip(graph.nodes, payloads, strict=True):
                 method = "spawn" if node.kind in spawn else "forkserver"
                 count = (threads or {}).get(node.kind, 1)
-                self._setups[node.name] = _Setup(node.name, payload, ports[node.name], method, count)
+                behind = node.kind in background
+                self._setups[node.name] = _Setup(node.name, payload, ports[node.name], method, count, behind)
             for name, setup in self._setups.items():
                 self._children[name] = _Child(setup)
             self._await("built")
@@ -215,6 +220,7 @@ class _Setup:
     ports: Ports
     method: str
     threads: int
+    background: bool
     faults: str = field(default_factory=failpoints.wanted)
     """Which failpoints are armed; a forkserver's environment is older."""
 
@@ -342,6 +348,8 @@ def _child_main(setup: _Setup, control: Connection, supervisor: int) -> None:
     os.setpgid(0, 0)  # so that what the role starts can be ended with it
     name_process(setup.name)
     set_threads(setup.threads)
+    if setup.background:
+        os.nice(_BACKGROUND)
     failpoints.arm(setup.faults, setup.name, setup.ports.life)
     lock = threading.Lock()
 

@@ -74,6 +74,10 @@ def test_a_client_that_takes_no_replies_stops_only_itself():
         assert role.step() == WORKED
         assert edges.replies[1].receive().sequence == sequence
     assert [reply.sequence for reply in edges.replies[0].queue] == [0]
+    idle = role.step()
+    assert isinstance(idle, Idle)
+    assert edges.replies[0] in idle.wake_on, "its request waits for that room, and rings no more"
+    assert edges.replies[1] not in idle.wake_on
     edges.replies[0].receive()
     assert role.step() == WORKED
     assert [reply.sequence for reply in edges.replies[0].queue] == [1]

@@ -18,7 +18,7 @@ from qfleet.algo.torsos import MlpConfig
 from qfleet.control.candidates import format_put_back
 from qfleet.core.errors import QfleetError
 from qfleet.core.role import DONE, WORKED, Idle
-from qfleet.core.types import Version
+from qfleet.core.types import Evaluated, Version
 from qfleet.core.usercode import UserCode
 from qfleet.roles.learner import Learner, LearnerHandles
 from qfleet.roles.learner_setup import LearnerConfig, LearnerSetup
@@ -132,6 +132,23 @@ def test_a_model_is_offered_once_for_each_evaluation_period_and_at_the_end():
         pass
     assert len(edges["models"].queue) == 2
     assert edges["models"].closed
+
+
+def test_beside_others_a_model_is_offered_only_when_the_one_before_it_is_judged():
+    """It would wait for the evaluator, and be old when its turn comes."""
+    learner, edges = make_learner(ahead=True)
+    edges["env_steps"].add(1000)
+    assert learner.step() == WORKED
+    edges["models"].receive()  # the evaluator plays
+    edges["env_steps"].add(2000)
+    for _ in range(3):
+        learner.step()
+    assert not edges["models"].queue
+    edges["env_steps"].add(500)
+    edges["score"].publish(Evaluated(Version(), 1000, np.ones(2), np.ones(2, np.int64), 0.0, True, None))
+    learner.step()
+    (model,) = edges["models"].queue
+    assert model.env_steps == 3500
 
 
 def test_a_restored_learner_makes_the_same_updates():

@@ -24,7 +24,7 @@ class Idle:
 
     reason: str
     wake_on: tuple[Waitable, ...] = ()
-    """Handles whose change ends the wait."""
+    """Handles whose change ends the wait: all that could change the step's mind, and it has looked at each of them."""
     deadline: float | None = None
     """Seconds after which to step again in any case; None waits for `wake_on` alone."""
 

@@ -25,7 +25,7 @@ from qfleet.algo.networks import NetworkConfig, QNetwork, build_network
 from qfleet.algo.optim import OptimConfig
 from qfleet.core import seeding
 from qfleet.core.config import Config
-from qfleet.core.protocols import Keep, Receiver, Sender, Subscriber
+from qfleet.core.protocols import Keep, Receiver, Sender, Subscriber, Waitable
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.spec import EnvSpec
 from qfleet.core.types import InferenceReply, InferenceRequest, Orders, Weights
@@ -158,12 +158,17 @@ class InferenceServer(Role):
         self._collect()
         present = [client for client, stream in enumerate(self._handles.requests) if not stream.exhausted()]
         if not len(self._batcher):
-            return Idle("no requests", wake_on=self._handles.requests) if present else DONE
+            return Idle("no requests", wake_on=self._awaited()) if present else DONE
         seconds = self._batcher.seconds_left(time.monotonic(), self._expected.intersection(present))
         if seconds > 0:
-            return Idle(FOR_MORE, wake_on=self._handles.requests, deadline=seconds)
+            return Idle(FOR_MORE, wake_on=self._awaited(), deadline=seconds)
         self._answer()
         return WORKED
+
+    def _awaited(self) -> tuple[Waitable, ...]:
+        """Return what can bring work: requests, and room for the reply of those whose requests are not looked at."""
+        full = [replies for replies in self._handles.replies if not replies.ready()]
+        return (*self._handles.requests, *full)
 
     def _obey(self) -> None:
         """Follow new orders: another deadline, and other environments that rest."""

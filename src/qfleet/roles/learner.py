@@ -89,6 +89,7 @@ class Learner(Role):
         """What the replay shard has no room for yet; empty where every update is waited for."""
         self._batches_seen = self._updates = self._skips = self._skipped = 0
         self._evaluations_due = self._forgiven = 0
+        self._judged = True  # whether the evaluator has told the score of the model that it was last sent
         self._lag_sum, self._reward_scale = 0, 1.0
         self._latest: dict[str, torch.Tensor] = {}
         self._published: Version | None = None
@@ -130,6 +131,7 @@ class Learner(Role):
         score = self._handles.score.latest()
         if score is not None:
             self._update.score(float(score.returns.mean()))
+            self._judged = True
         if self._offer_model():
             return WORKED
         self._account(wait=False)
@@ -238,14 +240,17 @@ class Learner(Role):
         return self._published_at + _PUBLISHING * self._publishing_s - time.monotonic()
 
     def _offer_model(self) -> bool:
-        """Send a model to the evaluator when the run has passed the next multiple of the evaluation period."""
+        """Send a model to the evaluator when the run has passed the next multiple of the evaluation period.
+
+        Beside other roles only when the one before it is judged: a model that waits would be an old one by its turn.
+        """
         steps = self._handles.env_steps.total()
         due = steps // self._setup.evaluate_every
         if self._handles.models is None or due <= self._evaluations_due or steps >= self._setup.env_steps:
             return False
-        if not self._handles.models.ready():
+        if not self._handles.models.ready() or (self._setup.ahead and not self._judged):
             return False
-        self._evaluations_due = due
+        self._evaluations_due, self._judged = due, False
         self._handles.models.send(self._model())
         return True
 

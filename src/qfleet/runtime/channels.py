@@ -56,7 +56,7 @@ class Ports:
     life: int = 0
     """How often the role of the process was begun anew."""
     hold: bool = True
-    """Whether received messages wait for an acknowledgement: those of a role do."""
+    """Whether received messages wait for an acknowledgement: those of a role do, but for what it can ask for again."""
 
     def open(self, end: End) -> Any:
         """Return the live handle of an end."""
@@ -68,7 +68,8 @@ class Ports:
         if end.side == "sender":
             return StreamSender(Bell(self.sockets[end.edge, end.side]), stem, end.setting)
         if end.side == "receiver":
-            return StreamReceiver(Bell(self.sockets[end.edge, end.side]), stem, end.views, self.hold)
+            hold = self.hold and (end.views or not end.asking)
+            return StreamReceiver(Bell(self.sockets[end.edge, end.side]), stem, end.views, hold)
         if end.side == "counter":
             return SharedCounter(stem, end.reader)
         return LatestPublisher(stem) if end.side == "publisher" else LatestSubscriber(stem, end.views)

@@ -1,11 +1,11 @@
-"""Atari games on one machine with a GPU: the emulator's raw steps a second, then training's, its curve and scores.
+"""Atari games on one machine with a GPU: training's steps a second, alone or beside the emulator's, curve and scores.
 
     python benchmarks/gpu/atari.py GAME [--recipe fast|dopamine] [--seeds 1 2 3] [--limit 240] [--target 18]
-        [--raw-games 128] [--raw-seconds 8] [--section.field VALUE ...]
+        [--beside 128] [--section.field VALUE ...]
 
-Both rates come from the same process, one after the other: the raw one is ale-py's vector of so many games on all
-cores, with random actions and nothing else, before each training and after it; training's is taken from the first
-update on, and its share is that of the higher raw one beside it. The recipe `fast` is for
+`--beside` plays so many games with ale-py's vector alone, on all cores and with random actions, in turns with training,
+whose processes are stopped meanwhile: machines that others use too change their pace from minute to minute. Training's
+share is the median of what each of its stretches made of the two raw ones around it. The recipe `fast` is for
 wall-clock; `dopamine` is the DQN that Dopamine publishes curves of, for 10M frames, with batches four times as large
 and as rare and twice its rate. `train_return` is the mean of the training episodes that ended last.
 """
@@ -46,6 +46,8 @@ MACHINE: dict[str, Any] = {
     "checkpoint.every": 100_000_000,
     "evaluation": {"every": 250_000, "episodes": 10, "envs": 10, "test_episodes": 10, "in_a_row": 1, "epsilon": 0.001},
 }
+TRAINED_S, RAW_S = 6.0, 2.0
+"""Seconds of each turn."""
 RECIPES: dict[str, dict[str, Any]] = {
     "fast": {
         "agent.n_step": 3,
@@ -86,11 +88,45 @@ class RawGames:
         return ticks * self._env.num_envs / (time.perf_counter() - began)
 
 
-def train(game: str, settings: dict[str, Any], seed: int, limit: float) -> dict[str, Any]:
+class InTurns:
+    """Training and raw games in turns, once training has made so many steps."""
+
+    def __init__(self, games: RawGames, begins: int) -> None:
+        self._games, self._begins = games, begins
+        self._since: tuple[float, int] | None = None
+        self.trained: list[float] = []
+        self.raw: list[float] = []
+
+    def look(self, steps: int) -> None:
+        """Be told how many steps training has made; stop it for the raw games when it is their turn."""
+        if steps < self._begins:
+            return
+        if self._since is not None:
+            seconds = time.perf_counter() - self._since[0]
+            if seconds < TRAINED_S:
+                return
+            self.trained.append((steps - self._since[1]) / seconds)
+        roles = psutil.Process().children(recursive=True)
+        for role in roles:
+            role.suspend()
+        self.raw.append(self._games.rate(RAW_S))
+        for role in roles:
+            role.resume()
+        self._since = time.perf_counter(), steps
+
+    def shares(self) -> list[float]:
+        """Return what share of the raw rates around it each stretch of training had."""
+        around = zip(self.raw, self.raw[1:], strict=False)
+        return [own / ((before + after) / 2) for own, (before, after) in zip(self.trained, around, strict=True)]
+
+
+def train(game: str, settings: dict[str, Any], seed: int, limit: float, turns: InTurns | None) -> dict[str, Any]:
     """Train until the target or the limit; return rates, who was busy, the evaluations and the training's returns."""
     began, curve = time.perf_counter(), []
 
     def on_step(metrics: dict[str, Any], stop: Any) -> None:
+        if turns is not None:
+            turns.look(metrics["env_steps"])
         if time.perf_counter() - began > limit:
             stop()
 
@@ -137,20 +173,18 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--limit", type=float, default=240.0)
     parser.add_argument("--target", type=float)
-    parser.add_argument("--raw-games", type=int, default=128)
-    parser.add_argument("--raw-seconds", type=float, default=8.0)
+    parser.add_argument("--beside", type=int, metavar="GAMES")
     options, rest = parser.parse_known_args()
     given = {name.removeprefix("--"): yaml.safe_load(value) for name, value in zip(rest[::2], rest[1::2], strict=True)}
     settings = {**MACHINE, **RECIPES[options.recipe], "evaluation.target": options.target, **given}
-    games = RawGames(options.game, options.raw_games)
-    raw = [games.rate(options.raw_seconds)]
+    games = RawGames(options.game, options.beside) if options.beside else None
     for seed in options.seeds:
+        turns = InTurns(games, 2 * settings["learner.learning_starts"]) if games else None
         psutil.cpu_percent()
-        result = train(options.game, settings, seed, options.limit)
-        result["cores_busy"] = psutil.cpu_percent() / 100
-        raw.append(games.rate(options.raw_seconds))
-        result |= {"cores": os.cpu_count(), "raw_steps_per_s": raw[-2:]}
-        result["share_of_raw"] = result["env_steps_per_s"] / max(raw[-2:])
+        result = train(options.game, settings, seed, options.limit, turns)
+        result |= {"cores": os.cpu_count(), "cores_busy": psutil.cpu_percent() / 100}
+        if turns:
+            result |= {"raw": turns.raw, "trained": turns.trained, "share_of_raw": float(np.median(turns.shares()))}
         print(json.dumps({"game": options.game, "recipe": options.recipe, "seed": seed, **given, **result}), flush=True)
 
 

@@ -195,6 +195,8 @@ class Experiment(Config):
              f"inference.kind 'served' needs agent.kind 'replay', not '{self.agent.kind}'"),
             (self.actor.groups > 1 and not replaying,
              f"actor.groups {self.actor.groups} needs agent.kind 'replay', not '{self.agent.kind}'"),
+            (self.actor.groups > self.actor.envs,
+             f"actor.groups {self.actor.groups} exceeds actor.envs {self.actor.envs}: some would have no environments"),
             (self.inference.precision != "fp32" and memory is not None,
              f"inference.precision '{self.inference.precision}' is for networks without memory, not with agent.memory"),
             (self.spare_actors > 0 and not self.balanced,

@@ -35,7 +35,8 @@ from qfleet.program import build_program, place
 from qfleet.roles.evaluator import play
 from qfleet.runtime import checkpoint
 from qfleet.runtime.graph import open_handles
-from qfleet.runtime.rundir import RunDir
+from qfleet.runtime.rundir import RunDir, write_atomically
+from qfleet.runtime.supervisor import SupervisedPlacement
 from qfleet.setups import learner_device
 from qfleet.sharing import require_shared_memory
 
@@ -86,7 +87,7 @@ class Session:
             if plan is not None:
                 monitor.announce({"event": "planned", "text": plan.line()})
             self.run.begun = True
-            with self._interrupts.stopping(monitor):
+            with self._interrupts.stopping(monitor, placement):
                 reason = monitor.run()
                 returns = self._test()
                 if self._interrupts.count:
@@ -141,6 +142,9 @@ class Session:
 
     def _save(self, placement: Placement, env_steps: int, standing: Standing) -> Path:
         meta = {"standing": dataclasses.asdict(standing)}
+        self.run.checkpoints.mkdir(parents=True, exist_ok=True)
+        if not self.run.config.exists():  # somebody deleted the directory, and nothing could be resumed without it
+            write_atomically(self.run.config, self.experiment.to_yaml())
         return checkpoint.save(self.run.checkpoints, env_steps, placement.save, meta, self.experiment.checkpoint.keep)
 
     def _save_model(self, spec: EnvSpec, weights: Weights) -> None:
@@ -193,6 +197,7 @@ class Interrupts:
     _at_once: bool = False
     _ignored: bool = False
     _monitor: Monitor | None = None
+    _hurry: Callable[[], None] | None = None
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -218,18 +223,21 @@ class Interrupts:
         self.count += 1
         if self._monitor is not None:
             self._monitor.stop("interrupt")
+        if self._hurry is not None:
+            self._hurry()
         if self._monitor is None or self._at_once or self.count > 1:
             self._ignored = not self._at_once
             raise KeyboardInterrupt
 
     @contextmanager
-    def stopping(self, monitor: Monitor) -> Iterator[None]:
-        """Let a first signal end the monitor's run, which saves it, instead of cutting in."""
+    def stopping(self, monitor: Monitor, placement: Placement) -> Iterator[None]:
+        """Let a first signal end the monitor's run, which saves it, instead of cutting in; no role may hold that up."""
         self._monitor = monitor
+        self._hurry = placement.hurry if isinstance(placement, SupervisedPlacement) else None
         try:
             yield
         finally:
-            self._monitor = None
+            self._monitor = self._hurry = None
 
     def ignore(self) -> None:
         """Heed no further signal."""

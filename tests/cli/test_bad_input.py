@@ -230,6 +230,7 @@ CONTRADICTIONS: list[tuple[str, tuple[str, ...]]] = [
     ("--agent.munchausen None --agent.munchausen.alpha 0.5", ("--agent.munchausen.alpha",)),
     ("--seeds 0", ("seeds",)),
     ("--seeds abc", ("--seeds", "abc")),
+    ("--actor.groups 9 --actor.envs 8", ("actor.groups 9 exceeds actor.envs 8",)),
     ("--algo rainbo", ("algo", "rainbo", "'rainbow'")),
     ("-s 3", ("-s",)),
 ]

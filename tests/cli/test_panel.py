@@ -79,6 +79,17 @@ def test_there_is_one_row_for_each_kind_of_role_with_its_share_speed_and_reason(
     assert not [line for line in lines if "evaluator" in line], "a share that is not known is not shown"
 
 
+def test_actors_that_sleep_are_counted_and_nothing_more() -> None:
+    board = full_board()
+    board.take_metrics({**METRICS, "actor.2.busy": 0.0, "actor.2.idle": "not needed now", "actor.2.rate": 0.0})
+    (actors,) = [line for line in text_of(board).splitlines() if "actor x2" in line]
+    assert "actor x2 +1 asleep" in actors
+    assert "60%" in actors
+    assert "limiter" in actors
+    source = Path(__file__).parents[2] / "src" / "qfleet" / "roles" / "actor.py"
+    assert 'Idle("not needed now"' in source.read_text(), "what such an actor says"
+
+
 def test_an_empty_board_can_be_drawn() -> None:
     text = text_of(Board())
     assert "qfleet" in text
@@ -97,6 +108,52 @@ def test_a_low_terminal_shows_fewer_events() -> None:
     board = full_board()
     assert "started: preset" not in text_of(board, height=16)
     assert "update 7 skipped" in text_of(board, height=16)
+
+
+def decided(decision: str, text: str, role: str = "actor", **more: str) -> dict[str, Any]:
+    return {"event": "balance", "decision": decision, "role": role, "index": 0, "text": text, "applied": True, **more}
+
+
+def balancer_lines(board: Board, **size: int) -> list[str]:
+    return [line for line in text_of(board, **size).splitlines() if "balancer: " in line]
+
+
+def test_the_balancers_last_decision_stays_in_one_line_and_then_says_what_came_of_it() -> None:
+    board = full_board()
+    assert balancer_lines(board) == []
+    board.take_event(decided("straggler", "12 steps/s"))
+    assert balancer_lines(board) == []
+    assert "balance: actor[0] straggler: 12 steps/s" in text_of(board), "what is only seen is told among the events"
+    board.take_event(decided("rest", "4 of its 8 environments rest"))
+    for number in range(9):
+        board.take_event({"event": "notice", "text": f"number {number}"})
+    (line,) = balancer_lines(board)
+    assert "balancer: actor[0] rest: 4 of its 8 environments rest" in line
+    board.take_event(decided("kept", "rest: 900 -> 990 steps/s", because="4 of its 8 environments rest"))
+    (line,) = balancer_lines(board)
+    assert "actor[0] kept rest: 900 -> 990 steps/s (4 of its 8 environments rest)" in line
+
+
+def test_where_inference_is_and_why_stays_after_other_decisions() -> None:
+    board = full_board()
+    board.take_event(decided("move", "actors spend 62% of the time on their networks", "inference", inference="served"))
+    (line,) = balancer_lines(board)
+    assert "inference[0] now served, move: actors spend 62%" in line
+    board.take_event(decided("wake", "2.0 cores are free"))
+    moved, last = balancer_lines(board)
+    assert "now served" in moved
+    assert "actor[0] wake: 2.0 cores are free" in last
+    board.take_event(decided("taken_back", "move: 9 -> 8 steps/s", "inference", inference="local"))
+    (line,) = balancer_lines(board)
+    assert "inference[0] now local, took back move: 9 -> 8 steps/s" in line
+    assert len(balancer_lines(board, width=60)) == 1
+
+
+def test_what_the_balancer_did_takes_the_place_of_events_on_a_low_terminal() -> None:
+    board = full_board()
+    rows = len(text_of(board, height=17).splitlines())
+    board.take_event(decided("wake", "2.0 cores are free"))
+    assert len(text_of(board, height=17).splitlines()) == rows
 
 
 @pytest.mark.parametrize("name", ["finished", "stopped", "failed"])

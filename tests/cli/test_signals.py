@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import hanging_env
 import psutil
 import pytest
 from commands import environment, start_words
@@ -38,13 +39,13 @@ Flags = dict[str, str]
 class Started:
     """A run in a session of its own, as a terminal has one."""
 
-    def __init__(self, run: Path, flags: Flags) -> None:
+    def __init__(self, run: Path, flags: Flags, preset: str = "gym:CartPole-v1", more: Flags | None = None) -> None:
         words = [word for name, value in {**SMALL, **flags}.items() for word in (f"--{name}", value)]
         self.run = run
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
         self.process = subprocess.Popen(
-            start_words(["train", "gym:CartPole-v1", "--run-dir", str(run), "--quiet", *words]),
-            stdout=subprocess.DEVNULL, stderr=self._errors, env=environment(), start_new_session=True,
+            start_words(["train", preset, "--run-dir", str(run), "--quiet", *words]),
+            stdout=subprocess.DEVNULL, stderr=self._errors, env=environment() | (more or {}), start_new_session=True,
         )  # fmt: skip
         self.family: dict[int, psutil.Process] = {}
 
@@ -186,6 +187,34 @@ def test_a_role_that_is_stopped_does_not_hold_up_the_end(kind: str, tmp_path: Pa
         assert run.end() == 130, run.errors()
         assert checkpoint.newest_good(run.run / "checkpoints").manifest["env_steps"] > 0
         assert "silent" in (run.run / "events.jsonl").read_text()
+    finally:
+        run.clean_up()
+
+
+@pytest.mark.parametrize(
+    ("role", "flags", "number"),
+    [
+        pytest.param("evaluator-0", {}, signal.SIGTERM, id="evaluator"),
+        pytest.param("evaluator-0", {}, signal.SIGINT, id="evaluator-ctrl-c", marks=pytest.mark.slow),
+        pytest.param("evaluator-0", {"lockstep": "True"}, signal.SIGTERM, id="lockstep", marks=pytest.mark.slow),
+        pytest.param("actor-0", {}, signal.SIGTERM, id="actor", marks=pytest.mark.slow),
+    ],
+)
+def test_an_environment_that_hangs_does_not_hold_up_the_end(
+    role: str, flags: Flags, number: signal.Signals, tmp_path: Path
+) -> None:
+    note = tmp_path / "hangs"
+    more = {hanging_env.ROLE: role, hanging_env.NOTE: str(note), "PYTHONPATH": str(Path(__file__).parent)}
+    flags = PROCESSES | EVALUATING | {"actors": "1"} | flags
+    run = Started(tmp_path / "run", flags, "gym:hanging_env:Hanging-v0", more)
+    try:
+        run.wait_for(lambda _: note.exists(), 0.5)
+        run.process.send_signal(number)
+        assert run.end() == 130, run.errors()
+        found = checkpoint.newest_good(run.run / "checkpoints")
+        assert found.manifest["env_steps"] > 0
+        if role == "evaluator-0":
+            assert checkpoint.read_state(found.directory, role)["weights"] is not None, "to be evaluated anew"
     finally:
         run.clean_up()
 

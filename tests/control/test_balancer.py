@@ -289,13 +289,17 @@ def test_inference_moves_to_the_faster_side_within_seconds_and_stays_there() -> 
         assert ("actors wait 75% of the time for servers" in move.reason) == (begins == "served")
         assert kept.before is not None
         assert kept.after == pytest.approx(kept.before * 40 / 15, rel=0.05)
+        assert move.inference == kept.inference == ("local" if begins == "served" else "served")
+        assert (move.because, kept.because) == ("", move.reason)
         assert machine.balancer.orders == Orders((4, 4, 4), (2.0,) if begins == "local" else ())
         assert machine.go(2 * trials.BARRED_S) == [], "the other side has nothing to offer"
 
 
 def test_a_move_that_does_not_pay_is_taken_back_and_not_repeated_for_a_long_while() -> None:
     machine = adaptive("local", network_s=0.02, server_s=0.02)
-    assert kinds(machine.go(trials.BARRED_S)) == ["move", "taken_back"], "as fast is not enough"
+    said = machine.go(trials.BARRED_S)
+    assert kinds(said) == ["move", "taken_back"], "as fast is not enough"
+    assert [decision.inference for _, decision in said] == ["served", "local"]
     assert not machine.balancer.orders.served
     machine.server_s = 0.0
     assert kinds(machine.go(30)) == ["move", "kept"]

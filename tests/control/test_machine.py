@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -64,11 +67,14 @@ class Waiting(gymnasium.Env[Any, Any]):
         return np.zeros(3, np.float32), 0.0, False, False, {}
 
 
+def waiting() -> Experiment:
+    few = {"actor.envs": 4, "learner.batch_size": 16, "learner.train_period": 1.0}
+    return with_changes(preset("gym:", factory=Waiting), {"placement": "processes", **few})
+
+
 @pytest.mark.usefixtures("no_processes")
 def test_an_environment_of_known_cost_is_measured_as_such() -> None:
-    few = {"actor.envs": 4, "learner.batch_size": 16, "learner.train_period": 1.0}
-    run = with_changes(preset("gym:", factory=Waiting), {"placement": "processes", **few})
-    found = measured(run, UserCode(env=Waiting))
+    found = measured(waiting(), UserCode(env=Waiting))
     for size, seconds in found.env_tick:
         assert size * Waiting.seconds <= seconds <= 10 * size * Waiting.seconds
     for size, seconds in found.actor_tick:
@@ -136,6 +142,38 @@ def test_what_a_busy_machine_says_is_not_remembered(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kept, "QUIET", 1.1)
     measured(small())
     assert not kept.measurements_path().exists()
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_an_environment_that_sleeps_is_told_from_a_busy_machine(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Waiting, "seconds", 0.005)
+    monkeypatch.setattr(machine, "core_share", lambda seconds: share)
+    run, code = waiting(), UserCode(env=Waiting)
+    plan = plan_run(run, code, {"placement"}, lambda text: None)
+    found = plan.measurements
+    assert found is not None
+    assert found.cpu_share < kept.QUIET
+    assert ("no other program" in plan.reasons["load"]) == (share == 1.0)
+    assert kept.measurements_path().exists() == (share == 1.0), "remembered, unless others disturbed it"
+    if share == 1.0:
+        monkeypatch.setattr(machine, "_timed", lambda *rest: pytest.fail("measured again"))
+        assert measured(run, code) == found
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs processes that share one core")
+def test_a_loop_gets_its_share_of_a_core_that_others_want() -> None:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]  # on the same core
+    try:
+        time.sleep(0.5)  # until they are at work
+        assert 0 < rig.core_share(0.3) < 0.6
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+        os.sched_setaffinity(0, before)
 
 
 def test_a_damaged_cache_is_measured_again_and_rewritten() -> None:

@@ -13,7 +13,8 @@ from plan_cases import GIB, US, any_measurements, experiment, measurements, reso
 
 from qfleet.control.measurements import LearnerCost, Measurements, at
 from qfleet.control.plan import Plan
-from qfleet.control.planner import ALIKE, OTHERS, PROCESS_BYTES, STEPS_OF_EACH, make_plan, replay_bytes
+from qfleet.control.planner import ALIKE, make_plan
+from qfleet.control.planner_limits import OTHERS, PROCESS_BYTES, STEPS_OF_EACH, replay_bytes
 from qfleet.core.errors import ConfigError
 from qfleet.experiment import Experiment, with_changes
 from qfleet.planning import apply_plan
@@ -206,7 +207,11 @@ def test_several_learners_are_kept_and_no_gain_is_promised() -> None:
 
 def test_measurements_of_a_busy_machine_come_with_a_warning() -> None:
     assert "load" not in planned(measurements()).reasons
-    assert "got 30% of the processor time" in planned(measurements(cpu_share=0.3)).reasons["load"]
+    busy = planned(measurements(cpu_share=0.3)).reasons["load"]
+    assert "got 30% of the processor time: other programs run here" in busy
+    asleep = planned(measurements(cpu_share=0.3, core_share=0.99)).reasons["load"]
+    assert "environments sleep (no other program" in asleep
+    assert "vectorisation async" in asleep
 
 
 def test_a_plan_is_for_its_own_experiment_and_its_own_numbers() -> None:

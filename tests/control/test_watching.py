@@ -11,8 +11,10 @@ import pytest
 from plan_cases import experiment
 
 from qfleet.control import balancer
+from qfleet.control.balancer import Decision
 from qfleet.control.monitor import Callbacks, Monitor
 from qfleet.control.progress import Progress
+from qfleet.control.steering import Steering
 from qfleet.core.protocols import Report
 from qfleet.core.types import Orders
 
@@ -118,3 +120,15 @@ def test_a_straggler_becomes_an_event_unless_nobody_watches(
     (event,) = found
     assert (event["decision"], event["role"], event["index"], event["applied"]) == ("straggler", "actor", 1, False)
     assert "its stream is full" in event["text"]
+
+
+def test_a_judgement_becomes_an_event_with_its_cause_and_with_where_inference_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steering = Steering(experiment(placement="processes", **{"inference.kind": "adaptive"}), None)
+    judged = Decision("kept", "inference", 0, "move: 10 -> 20 steps/s", False, 10.0, 20.0, "actors wait", "local")
+    seen = Decision("recovered", "actor", 1, "80% of the others' median again")
+    monkeypatch.setattr(balancer.Balancer, "observe", lambda *rest: [judged, seen])
+    first, second = steering.look(0.0, 0, [])
+    assert (first["because"], first["inference"], first["before"], first["after"]) == ("actors wait", "local", 10, 20)
+    assert second.keys() == {"event", "decision", "role", "index", "text", "applied"}

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from qfleet.core.waiting import Waiter
 from qfleet.runtime.streams import Bell
-from qfleet.runtime.waiting import Waiter
 
 
 def test_only_what_is_named_wakes_and_only_the_alarm_is_told_of() -> None:

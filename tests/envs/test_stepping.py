@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from contextlib import closing
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -106,6 +109,38 @@ def test_groups_come_in_the_order_in_which_they_were_sent():
         player = Player(env, np.zeros((20, 5), np.int64))
         player.begin([1, 2, 3, 4, 5])
         assert [player.part().tolist() for _ in range(4)] == [[0, 1, 2], [3, 4]] * 2
+
+
+class Gated(Counting):
+    """Steps when it is let."""
+
+    gate = threading.Event()
+
+    def step(self, action):
+        assert self.gate.wait(30)
+        return super().step(action)
+
+
+def test_a_wait_ends_when_others_have_news_or_the_first_group_has_stepped():
+    ours, theirs = socket.socketpair()
+    news = SimpleNamespace(waitable=lambda: news, fileno=ours.fileno, silence=lambda: ours.recv(1))
+    deaf = SimpleNamespace(waitable=lambda: None)
+    Gated.gate.clear()
+    with closing(make_stepping(LOOP, 2, 2, Gated)) as env:
+        env.reset([1, 2])
+        for envs in env.parts:
+            env.send(np.zeros(1, np.int64), envs)
+        theirs.send(b"!")
+        env.wait([deaf, news])
+        assert not env.ready()
+        Gated.gate.set()
+        while not env.ready():
+            env.wait([deaf, news])
+        assert env.receive().envs.tolist() == [0]
+        env.receive()
+        for _ in range(2000):  # rings that nobody waits for
+            env.send(np.zeros(1, np.int64), env.parts[0])
+            env.receive()
 
 
 @settings(max_examples=15, deadline=None)

@@ -235,6 +235,22 @@ def test_numpy_numbers_are_shown_like_others() -> None:
     assert sentence(record) == "evaluation at 10 steps: mean 2.5 [2, 3]"
 
 
+def test_a_balancer_is_told_in_one_line_with_why_and_with_what_came_of_it() -> None:
+    record = {"event": "balance", "role": "actor", "index": 2, "applied": True, "before": 900.0}
+    done = {**record, "decision": "rest", "text": "4 of its 8 environments rest"}
+    assert sentence(done) == "balance: actor[2] rest: 4 of its 8 environments rest"
+    kept = {**record, "decision": "kept", "text": "rest: 900 -> 990 steps/s", "because": done["text"], "after": 990.0}
+    told = "balance: actor[2] kept rest: 900 -> 990 steps/s (4 of its 8 environments rest)"
+    assert sentence(kept) == told
+    stream = io.StringIO()
+    PlainLines(stream).event(kept)
+    assert stream.getvalue() == told + "\n"
+    back = {**kept, "role": "inference", "index": 0, "decision": "taken_back", "text": "move: 9 -> 8 steps/s"}
+    assert sentence({**back, "inference": "local"}).startswith("balance: inference[0] now local, took back move: 9 ->")
+    more = {**record, "decision": "more_actors", "text": "no core is busy\x1b[31m"}
+    assert sentence(more) == "balance: actor[2] more actors: no core is busy [31m"
+
+
 def test_an_event_that_is_not_known_is_still_told() -> None:
     assert sentence({"event": "balanced", "actors": 4, "text": "more actors"}) == "balanced: more actors, actors 4"
     assert sentence({"event": "evaluation", "env_steps": 10, "mean": None}) == "evaluation at 10 steps: mean unknown"

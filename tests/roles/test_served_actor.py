@@ -225,3 +225,25 @@ def test_a_group_whose_values_are_there_steps_while_the_other_is_written_down(mo
     actor.step()
     assert done[:3] == ["send 0", "send 2", "write 0"]
     actor.close()
+
+
+def test_values_that_come_while_a_group_steps_are_acted_on_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    edges = wires(2)
+    actor, _ = make_actor("served", PLAIN_AGENT, edges, groups=2)
+    helper = make_server(edges, PLAIN_AGENT)
+    done: list[str] = []
+    send, receive = actor._env.send, actor._env.receive
+    slow = iter([False, True])  # the first group steps until the other's values have come
+    monkeypatch.setattr(actor._env, "send", lambda action, envs: (done.append(f"send {envs[0]}"), send(action, envs)))
+    monkeypatch.setattr(actor._env, "receive", lambda: (done.append("receive"), receive())[1])
+    monkeypatch.setattr(actor._env, "ready", lambda: next(slow, True))
+    monkeypatch.setattr(actor._env, "wait", lambda others: (done.append(f"wait {len(others)}"), helper.step()))
+    assert actor.step() == WORKED  # asks for both
+    kept = edges.requests[1].queue.pop()
+    helper.step()  # answers the first alone
+    edges.requests[1].queue.append(kept)
+    actor.step()
+    assert done[:4] == ["send 0", "wait 2", "send 2", "receive"]
+    actor.close()

@@ -18,7 +18,7 @@ from toy_roles import weights
 
 from qfleet.core.types import Notice, Priorities
 from qfleet.runtime import framing
-from qfleet.runtime.channels import SharedCounter
+from qfleet.runtime.channels import Ports, SharedCounter, edge_stem
 from qfleet.runtime.framing import Frame
 from qfleet.runtime.graph import Graph
 from qfleet.runtime.inline import LocalCells, LocalCounter
@@ -295,3 +295,21 @@ def test_trap_16_messages_that_come_twice_or_out_of_order_are_put_right() -> Non
     assert [receiver.receive().index, receiver.receive().index] == [2, 3]
     assert receiver.exhausted()
     assert taken == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("asking", "views", "room"), [(False, False, False), (True, True, False), (True, False, True)])
+def test_a_reply_gives_its_room_back_at_once_and_nothing_else_does(
+    asking: bool, views: bool, room: bool, tmp_path: Path
+) -> None:
+    """An actor that asks again within the step that used a reply must be answered within it."""
+    graph = Graph()
+    ends = graph.stream("edge", 1, views=views, asking=asking)
+    ours, theirs = socket.socketpair()
+    create_stream(edge_stem(tmp_path, "edge"), 1)
+    ports = Ports(tmp_path, {("edge", "sender"): ours, ("edge", "receiver"): theirs})
+    sender, receiver = (ports.open(end) for end in ends)
+    sender.send(message(1, 5))
+    assert receiver.receive() is not None
+    assert sender.ready() == room
+    receiver.acknowledge()
+    assert sender.ready()

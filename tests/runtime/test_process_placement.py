@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -218,6 +219,29 @@ def test_trap_19_killed_supervisor_takes_its_children_along_and_the_next_start_c
     assert own_folders(process.pid) == []
 
 
+def test_trap_19_process_that_was_stopped_when_its_supervisor_was_killed_ends_with_the_next_start(
+    tmp_path: Path,
+) -> None:
+    process = script(tmp_path, 100_000, 0.01)
+    assert process.stdout is not None
+    process.stdout.readline()
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    stopped = pids.pop(1)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        process.kill()
+        process.wait()  # not for its output, which the stopped one holds open
+        wait_until(lambda: not any(alive(pid) for pid in pids), "the others notice")
+        assert alive(stopped), "it cannot notice anything"
+        RunFolder().remove()
+        wait_until(lambda: not alive(stopped), "the next start ended it")
+        assert own_folders(process.pid) == []
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(stopped, signal.SIGKILL)
+        process.communicate()
+
+
 def test_leftovers_are_told_by_the_owners_lock_not_by_the_process_number(tmp_path: Path) -> None:
     kept = RunFolder(tmp_path)
     reused = tmp_path / f"qfleet-{os.getpid()}-00000000"  # a dead run's number that a living process has now
@@ -229,6 +253,16 @@ def test_leftovers_are_told_by_the_owners_lock_not_by_the_process_number(tmp_pat
     assert kept.path.exists()
     assert foreign.exists()
     kept.remove()
+
+
+def test_nothing_that_uses_the_folder_of_a_living_run_is_killed() -> None:
+    placement = ProcessPlacement(pipeline(1000, pace_s=0.001))
+    try:
+        placement.advance()
+        RunFolder().remove()
+        wait_until(lambda: bool(placement.advance() or placement.done), "it ends as if nothing had been")
+    finally:
+        placement.close()
 
 
 def test_full_shared_memory_is_an_error_not_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

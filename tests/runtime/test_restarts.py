@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from test_process_placement import HERE, alive, assert_nothing_left, own_folders, run_to_failure, wait_until
 from toy_roles import Handles, KeptProducer, Settings, kept_pipeline
 
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import ConfigError, RoleFailure
 from qfleet.core.protocols import Incident
 from qfleet.core.types import Notice
 from qfleet.runtime import processes, watchdog
@@ -97,6 +98,35 @@ def test_death_while_it_is_built_or_with_processes_of_its_own(fault: str) -> Non
         helpers = [int(metrics[f"helper{life}"]) for life in (0, 1)]
         assert helpers[1] > 0
         wait_until(lambda: not any(alive(pid) for pid in helpers), "what a dead role had started is gone with it")
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("segfault", r"its process was killed by SIGSEGV .*; it was at .*toy_roles\.py\", line \d+ in __init__"),
+        ("exit", "its process exited with code 9 .*"),
+    ],
+)
+def test_role_that_cannot_be_built_ends_the_run_after_a_second_try(fault: str, cause: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(RoleFailure) as caught:
+        ProcessPlacement(kept_pipeline(10, producer_fault=fault))
+    assert time.monotonic() - began < 5, "it does not wait between the tries"
+    assert (caught.value.role, caught.value.index) == ("kept_producer", 0)
+    assert re.match(cause, caught.value.cause)
+    assert "while it was being built" in caught.value.cause
+    assert caught.value.cause.endswith("; that was the second try")
+    assert own_folders(os.getpid()) == []
+
+
+def test_crash_says_where_it_happened() -> None:
+    placement = ProcessPlacement(kept_pipeline(100, pace_s=0.01))
+    wait_until(lambda: (placement.advance() or placement.reports()[0].phase) == "running", "it runs")
+    os.kill(placement.pids()["kept_producer-0"], signal.SIGSEGV)
+    run_to_end(placement)
+    (incident,) = placement.incidents()
+    assert isinstance(incident, Incident)
+    assert re.match(r"its process was killed by SIGSEGV; it was at .*, line \d+ in \w+", incident.cause)
 
 
 def test_role_that_was_done_says_so_again() -> None:

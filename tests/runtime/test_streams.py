@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from qfleet.core import failpoints
 from qfleet.core.errors import CheckpointError, QfleetError
 from qfleet.core.types import Priorities
+from qfleet.core.waiting import Waiter
 from qfleet.runtime import memory
 from qfleet.runtime.streams import Bell, StreamReceiver, StreamSender, create_stream
-from qfleet.runtime.waiting import Waiter
 
 
 @pytest.fixture(autouse=True)

@@ -43,6 +43,18 @@ def test_nobody_waits_long_for_a_silent_process_while_all_pause() -> None:
     assert dog.verdict("a", report(), True, 5) == ""
 
 
+def test_nobody_waits_long_for_a_step_when_a_person_waits_for_the_end() -> None:
+    dog = Watchdog(stall=60)
+    assert dog.verdict("a", report(step_s=50), True, 0) == ""
+    assert dog.verdict("a", report(step_s=50), True, 0, hurried_s=2) == "", "it may come back by itself"
+    assert dog.verdict("a", report(step_s=2), True, 0, hurried_s=9) == "", "its step has only begun"
+    for phase in ("running", "evaluating"):
+        said = dog.verdict("a", report(phase, step_s=50), True, 0, hurried_s=4)
+        assert said == f"it held up the end of the run: 50 s in one step, in phase '{phase}'"
+    assert dog.verdict("a", report("save", step_s=50), True, 0, hurried_s=4) == "", "what it writes is waited for"
+    assert dog.verdict("a", report(step_s=50), False, 0, hurried_s=4) == "", "its death would end the run"
+
+
 def test_standstill_is_told_once_and_again_after_a_movement() -> None:
     still, waiting, level = Standstill(), report(idle="room"), Level("experience-0", 5, 2, 3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import signal
@@ -243,6 +244,10 @@ class Kept(Toy):
         self.again = 0
         if settings.fault == "build" and self.keep.life == 0:
             os.kill(os.getpid(), signal.SIGKILL)
+        if settings.fault == "segfault":
+            ctypes.string_at(0)
+        if settings.fault == "exit":
+            os._exit(9)
         if settings.fault == "children":
             helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             self.keep.array("helpers", (8,), np.int64)[self.keep.life] = helper.pid

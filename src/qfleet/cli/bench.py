@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
+import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -15,15 +17,109 @@ from qfleet.cli.helptext import help_page
 from qfleet.cli.settings import settings_of
 from qfleet.core.config import Config
 
-USAGE = "qfleet bench SUITE [--peers DIR] [--seeds K] [--first-seed N] [--json FILE] [--table FILE]"
+_FLAGS = {
+    "peers": "[--peers DIR]",
+    "seeds": "[--seeds K]",
+    "first_seed": "[--first-seed N]",
+    "json": "[--json FILE]",
+    "table": "[--table FILE]",
+}
+USAGE = f"qfleet bench SUITE {' '.join(_FLAGS.values())}"
+_EVERYWHERE = ("json", "table")
+_WIDTH = 78
+_PONG = "Pong in processes, one update of 32 in 4 steps"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What the help page of a suite says."""
+
+    about: str
+    rows: tuple[str, ...]
+    """What it measures, a line for each row of its table or for rows of one kind."""
+    flags: tuple[str, ...] = ()
+    """The flags that it takes besides those of all suites."""
+
+
+SUITES = {
+    "start": Suite(
+        "What qfleet costs besides the work itself.",
+        (
+            "import of all that training needs, more than `import torch`",
+            "host loop and monitor, share of an inline run",
+        ),
+    ),
+    "envs": Suite(
+        "The tensor-native games alone, beside the packages that they come from.",
+        ("random steps a second of each game with 1, 128 and 4,096 environments",),
+    ),
+    "learner": Suite(
+        "Updates alone.",
+        (
+            "on a CPU: small networks beside plain torch",
+            "on a GPU: whole updates of the Nature network, batch 32 and 1024",
+        ),
+    ),
+    "fused": Suite(
+        "The fused loop: learned steps a second.",
+        (
+            "on a CPU: PQN and DQN on CartPole beside plain eager loops and, with --peers, Stable-Baselines3",
+            "on a GPU: PQN on CartPole and MinAtar Breakout",
+        ),
+        ("peers",),
+    ),
+    "pipeline": Suite(
+        "The placement `processes`: what its edges cost, what it gains over inline, and Pong on this machine's cores,"
+        " with --peers beside Stable-Baselines3.",
+        (
+            "frames from one process to another",
+            "weights of 7 MB, from before they are published to after they are copied",
+            "messages, slots and supervisor at 10000 steps/s of frames, share of the CPU time of all",
+            "an environment of 200 us a step, updates that cost as much as sampling: processes beside inline",
+            f"{_PONG}, fp32: share of its time that the learner works",
+            f"{_PONG}, acting in bf16",
+            f"{_PONG}, all in bf16",
+            "acting alone in Pong",
+        ),
+        ("peers",),
+    ),
+    "inference": Suite(
+        "Where acting is fastest on this machine.",
+        (
+            "values of 4, 16 and 64 observations on one core, in bf16 beside fp32",
+            "1, 2 and 4 actors of 4, 16 and 64 environments, served on each device beside local",
+        ),
+    ),
+    "stragglers": Suite(
+        "One slow environment among many in an actor.", ("one of 8 environments 10 times slower than 200 us",)
+    ),
+    "replay": Suite(
+        "The replay alone, with --peers beside cpprb.",
+        (
+            "prioritised sample + exact weights + write-back, 1M items, batch 32 and 512",
+            "cost of that cycle at 10M items over 100k",
+            "1M Atari frames in memory, plain and LZ4",
+            "Pong frames decoded, one core",
+        ),
+        ("peers",),
+    ),
+    "solve": Suite(
+        "CartPole to 475, with --peers beside Stable-Baselines3.",
+        (
+            "seconds of training, median of the seeds",
+            "environment steps, median",
+            "seeds whose kept model scores 475 or more over 100 unseen episodes",
+        ),
+        ("peers", "seeds", "first_seed"),
+    ),
+}
 
 
 class BenchOptions(Config):
     """Flags of `bench`."""
 
     suite: Literal["all", "solve", "replay", "learner", "envs", "fused", "pipeline", "inference", "stragglers", "start"]
-    """What to measure: solve (CartPole to 475), replay (cycles, memory), learner (updates), envs (tensor-native games),
-    fused (whole loops), pipeline (processes: edges, gain, Pong), start (import, host loop), or all."""
+    """What to measure."""
     peers: Path | None = None
     """Environment with the peers, made by benchmarks/peers/setup.sh; without it only our figures are measured."""
     seeds: int = Field(10, gt=0)
@@ -39,14 +135,7 @@ class BenchOptions(Config):
 def run(words: Sequence[str]) -> int:
     """Carry out the command."""
     if wants_help(words):
-        options = [setting for setting in settings_of(BenchOptions, {}) if setting.name != "suite"]
-        print(
-            help_page(
-                USAGE,
-                "Measure a suite: all, solve, replay, learner, envs, fused, pipeline, inference, stragglers or start.",
-                options,
-            )
-        )
+        print(_help(next((word for word in words if word in SUITES), "")))
         return 0
     given = parse_options(BenchOptions, words, "suite", USAGE)
 
@@ -72,3 +161,24 @@ def run(words: Sequence[str]) -> int:
     if given.table is not None:
         given.table.write_text(page)
     return 0
+
+
+def _help(name: str) -> str:
+    """Return the help page of a suite, or of all if it is empty."""
+    options = [setting for setting in settings_of(BenchOptions, {}) if setting.name != "suite"]
+    if not name:
+        lines = [f"{name:<11} {suite.about}" for name, suite in SUITES.items()]
+        page = help_page(USAGE, "Measure a suite, or all of them.", options)
+        return f"{page}\n\n{_listed('suites (`qfleet bench SUITE --help` lists the rows of one)', lines, 14)}"
+    suite = SUITES[name]
+    options = [setting for setting in options if setting.name in (*suite.flags, *_EVERYWHERE)]
+    usage = " ".join(["qfleet bench", name, *(_FLAGS[setting.name] for setting in options)])
+    return f"{help_page(usage, suite.about, options)}\n\n{_listed('rows', suite.rows, 4)}"
+
+
+def _listed(title: str, lines: Sequence[str], indent: int) -> str:
+    """Return lines under a title, as the flags are shown; what is too long goes on indented."""
+    fill = textwrap.TextWrapper(
+        _WIDTH, initial_indent="  ", subsequent_indent=" " * indent, break_on_hyphens=False
+    ).fill
+    return "\n".join([f" {title}", f" {'-' * _WIDTH}", *map(fill, lines)])

@@ -21,14 +21,18 @@ from rich.table import Table
 from rich.text import Text
 
 from qfleet.observe.sinks import Metrics, PlainLines, Silent, Sink
-from qfleet.observe.text import count, duration, interval, known, number, one_line, rate, sentence
+from qfleet.observe.text import count, decision, duration, interval, known, number, one_line, rate, sentence
 
 REFRESH_S = 0.25
 """Seconds between two drawings at least; one takes 3 to 4 ms of processor time."""
 _BORDERS = {"finished": "green", "stopped": "yellow", "failed": "red"}
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _FIXED_ROWS = 15
-"""Rows that a panel with five kinds of roles has besides its events."""
+"""Rows that a panel with five kinds of roles has besides what the balancer did and its events."""
+_ASLEEP = "not needed now"
+"""What an actor waits for that the balancer lets sleep."""
+_SEEN = ("straggler", "recovered")
+"""What a balancer says it sees, before it decides: told among the events."""
 _BAR = "cyan"
 _UNITS = {"actor": "steps/s", "learner": "updates/s"}
 """What the speed of a kind of role is counted in."""
@@ -59,6 +63,10 @@ class Board:
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=256))
     """Recent episode returns, drawn until there are two evaluations."""
     events: deque[str] = field(default_factory=lambda: deque(maxlen=4))
+    decided: Mapping[str, Any] = field(default_factory=dict)
+    """The balancer's last decision, or what came of it,"""
+    moved: Mapping[str, Any] = field(default_factory=dict)
+    """and the last one that was about where inference is computed."""
     ending: str = ""
     """The event that ended the run, once there is one."""
 
@@ -76,6 +84,10 @@ class Board:
             if (score := known(record, "mean")) is not None:
                 self.scores.append(score)
                 self.best = max(self.best, score)
+            return
+        if name == "balance" and record.get("decision") not in _SEEN:
+            self.decided = record
+            self.moved = record if record.get("inference") else self.moved
             return
         if name in ("started", "resumed"):
             self.run = {**self.run, **record}
@@ -133,12 +145,14 @@ class LivePanel:
 
 def render(board: Board, width: int, height: int) -> Panel:
     """Return the panel for a terminal of `width` columns and `height` rows."""
-    room = max(1, min(len(board.events), height - _FIXED_ROWS))
+    balance = _balance(board)
+    room = max(1, min(len(board.events), height - _FIXED_ROWS - len(balance)))
     parts: list[RenderableType] = [_numbers(board, width)]
     if roles := _roles(board.metrics):
         parts += ["", roles]
     if bottleneck := board.metrics.get("bottleneck"):
         parts.append(_line("bottleneck: ", one_line(str(bottleneck)), "yellow"))
+    parts += balance
     if board.events:
         parts += ["", *(_line("· ", text) for text in list(board.events)[-room:])]
     return Panel(
@@ -246,14 +260,18 @@ def _pairs(pairs: Iterator[tuple[str, str]] | Sequence[tuple[str, str]], tail: s
 
 
 def _roles(metrics: Metrics) -> Table | None:
-    """Return one row for each kind of role: how many, how busy, how fast, and what idle ones wait for most."""
+    """Return one row for each kind of role: how many, how busy, how fast, and what idle ones wait for most.
+
+    Those that sleep are only counted.
+    """
+    asleep = {key.removesuffix(".idle") for key, value in metrics.items() if value == _ASLEEP}
     busy: dict[str, list[float]] = {}
     speed: dict[str, float] = {}
     idle: dict[str, Counter[str]] = {}
     for key, value in metrics.items():
-        kind, _, rest = key.partition(".")
-        index, _, what = rest.partition(".")
-        if not index.isdigit():
+        role, _, what = key.rpartition(".")
+        kind, _, index = role.partition(".")
+        if not index.isdigit() or role in asleep:
             continue
         if what == "busy" and (share := known(metrics, key)) is not None:
             busy.setdefault(kind, []).append(share)
@@ -261,22 +279,34 @@ def _roles(metrics: Metrics) -> Table | None:
             speed[kind] = speed.get(kind, 0.0) + (known(metrics, key) or 0.0)
         elif what == "idle" and value:
             idle.setdefault(kind, Counter())[str(value)] += 1
-    if not busy:
-        return None
+    table = _role_table()
+    resting = Counter(role.partition(".")[0] for role in asleep)
+    for kind, shares in busy.items():
+        share = sum(shares) / len(shares)
+        name = f"{kind} x{len(shares)}" if len(shares) > 1 else kind
+        name += f" +{resting[kind]} asleep" if kind in resting else ""
+        reasons = idle.get(kind, Counter()).most_common(1)
+        bar = ProgressBar(total=1.0, completed=min(1.0, max(0.0, share)), complete_style=_BAR)
+        fast = f"{rate(speed[kind])} {_UNITS[kind]}" if kind in speed else ""
+        table.add_row(name, bar, f"{share:.0%}", fast, one_line(reasons[0][0]) if reasons else "")
+    return table if busy else None
+
+
+def _role_table() -> Table:
+    """Return an empty table for kinds of roles: name, bar, share, speed, and what is waited for."""
     table = Table.grid(padding=(0, 1), expand=True)
     table.add_column(no_wrap=True)
     table.add_column(width=12)
     table.add_column(width=5, justify="right")
     table.add_column(no_wrap=True)
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis", style="dim")
-    for kind, shares in busy.items():
-        share = sum(shares) / len(shares)
-        name = f"{kind} x{len(shares)}" if len(shares) > 1 else kind
-        reasons = idle.get(kind, Counter()).most_common(1)
-        bar = ProgressBar(total=1.0, completed=min(1.0, max(0.0, share)), complete_style=_BAR)
-        fast = f"{rate(speed[kind])} {_UNITS[kind]}" if kind in speed else ""
-        table.add_row(name, bar, f"{share:.0%}", fast, one_line(reasons[0][0]) if reasons else "")
     return table
+
+
+def _balance(board: Board) -> list[Text]:
+    """Return where inference is computed, once it has moved, and the balancer's last decision if that was another."""
+    shown = [board.decided] if board.moved is board.decided else [board.moved, board.decided]
+    return [_line("balancer: ", decision(record)) for record in shown if record]
 
 
 def _line(label: str, text: str, style: str = "") -> Text:

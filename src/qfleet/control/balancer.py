@@ -52,6 +52,10 @@ class Decision:
     """Environment steps a second of the run before a change,"""
     after: float | None = None
     """and with it, once that is known."""
+    because: str = ""
+    """Of a judgement: why the change was made."""
+    inference: Literal["", "local", "served"] = ""
+    """Of a move of inference: who computes for the actors now."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +199,15 @@ class Balancer:
         self._give(now, proposal.orders)
         if proposal.key[0] == "relieve":
             self._eased.add(proposal.index)
-        return Decision(proposal.kind, proposal.role, proposal.index, proposal.reason, applied=True, before=rate)
+        return Decision(
+            proposal.kind,
+            proposal.role,
+            proposal.index,
+            proposal.reason,
+            applied=True,
+            before=rate,
+            inference=self._side(self._trial),
+        )
 
     def _give(self, now: float, orders: Orders) -> None:
         self.orders = orders
@@ -230,5 +242,20 @@ class Balancer:
 
     def _outcome(self, kind: Literal["kept", "taken_back"], trial: Trial, why: str, rate: float | None) -> Decision:
         proposal = trial.proposal
-        reason, changed = f"{proposal.kind}: {why}", kind == "taken_back"
-        return Decision(kind, proposal.role, proposal.index, reason, changed, before=trial.rate, after=rate)
+        return Decision(
+            kind,
+            proposal.role,
+            proposal.index,
+            f"{proposal.kind}: {why}",
+            applied=kind == "taken_back",
+            before=trial.rate,
+            after=rate,
+            because=proposal.reason,
+            inference=self._side(trial),
+        )
+
+    def _side(self, trial: Trial) -> Literal["", "local", "served"]:
+        """Return who computes for the actors now, of a change that moved that."""
+        if trial.before.served == trial.proposal.orders.served:
+            return ""
+        return "served" if self.orders.served else "local"

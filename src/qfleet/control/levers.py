@@ -202,10 +202,10 @@ def move_inference(seen: Situation, deadlines_ms: tuple[float, ...]) -> Proposal
     if share < WAITING:
         return None
     if served:
-        reason = f"actors wait {share:.0%} of the time for servers: now each asks a network of its own"
+        reason = f"actors wait {share:.0%} of the time for servers: each asks a network of its own instead"
         orders = dataclasses.replace(seen.orders, deadlines_ms=())
         return Proposal("move", "inference", 0, orders, reason, ("local", 0), ("served", 0), must_gain="run")
-    reason = f"actors spend {share:.0%} of the time on their networks: now they ask servers"
+    reason = f"actors spend {share:.0%} of the time on their networks: they ask servers instead"
     orders = dataclasses.replace(seen.orders, deadlines_ms=deadlines_ms)
     return Proposal("move", "inference", 0, orders, reason, ("served", 0), ("local", 0), must_gain="run")
 

@@ -24,7 +24,7 @@ from qfleet.control.pieces import (
 )
 from qfleet.control.prediction import Arrangement, rows_of_message
 from qfleet.control.resources import Resources
-from qfleet.control.rig import Build, play, play_beside, running
+from qfleet.control.rig import Build, core_share, play, play_beside, running
 from qfleet.core.spec import EnvSpec
 from qfleet.core.usercode import UserCode
 from qfleet.experiment import Experiment, with_changes
@@ -35,6 +35,8 @@ PIECE_S = 1.2
 """How long each arrangement is timed."""
 ROUNDS = 4
 """Parts of that time; the quietest one counts for each role, since other programs only ever add to it."""
+LOOK_S = 0.025
+"""Before each of them it is looked for so long whether other programs want the core."""
 SIZES = (1.0, 0.25, 4.0)
 """Numbers of environments that are timed, as multiples of the experiment's; the likeliest first."""
 THREADS_PAY_S = 1e-3
@@ -58,6 +60,8 @@ class Costs:
     """Processor time for each environment step in threads and processes of the environments' own."""
     cpu_share: float
     """Processor time as a part of the seconds, 1 at most."""
+    core_share: float
+    """Share of a core that was there for the taking when it was least."""
     updates: float
     """Updates for each environment step."""
 
@@ -106,6 +110,7 @@ def measure(
         batch_message=batch_seconds(spec, batch) if first.replay else 0.0,
         wake=0.0,
         cpu_share=first.cpu_share,
+        core_share=first.core_share,
         row_bytes=row_bytes,
         batch_bytes=batch_bytes,
         copy_bytes_per_s=copy_rate() if resources.gpu else None,
@@ -244,7 +249,10 @@ def _two_groups(build: Build, experiment: Experiment, first: Costs) -> float:
 def _timed(build: Build, experiment: Experiment) -> Costs:
     """Return what the experiment costs inline."""
     with running(build, experiment) as rig:
-        rounds = [play(rig, PIECE_S / ROUNDS, on_gpu=experiment.device == "cuda") for _ in range(ROUNDS)]
+        on_gpu, rounds, shares = experiment.device == "cuda", [], []
+        for _ in range(ROUNDS):
+            shares.append(core_share(LOOK_S))
+            rounds.append(play(rig, PIECE_S / ROUNDS, on_gpu))
     total = functools.reduce(operator.add, rounds)
     agent, period = experiment.agent, experiment.learner.train_period
     return Costs(
@@ -253,5 +261,6 @@ def _timed(build: Build, experiment: Experiment) -> Costs:
         update=min(one.learner / max(one.updates, 1) for one in rounds),
         beside=max(0.0, total.cpu - total.wall) / max(total.steps, 1),
         cpu_share=min(1.0, total.cpu / max(total.wall, 1e-9)),
+        core_share=min(shares),
         updates=1 / period if isinstance(agent, ReplayAgent) else total.updates / max(total.steps, 1),
     )

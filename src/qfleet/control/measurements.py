@@ -70,7 +70,10 @@ class Measurements(Config):
     wake: float = Field(ge=0)
     """Processor time that a message costs each of its two ends in processes, besides packing, copying and unpacking."""
     cpu_share: float = Field(ge=0, le=1)
-    """Processor time that playing inline got, as a part of its length: less than 1 where others ran beside it."""
+    """Processor time that playing inline took, as a part of its length: less than 1 where environments sleep, or
+    others ran beside it."""
+    core_share: float = Field(0.0, ge=0, le=1)
+    """Share of a core that was there for the taking meanwhile, which tells the one from the other."""
     row_bytes: int = Field(ge=0)
     """Of one stored environment step, before compression."""
     batch_bytes: int = Field(ge=0)
@@ -81,7 +84,7 @@ class Measurements(Config):
     @property
     def quiet(self) -> bool:
         """Whether nothing else kept the machine busy meanwhile."""
-        return self.cpu_share >= QUIET
+        return max(self.cpu_share, self.core_share) >= QUIET
 
 
 class _Entry(Config):

@@ -17,6 +17,7 @@ import numpy as np
 
 from qfleet.control.progress import Progress
 from qfleet.control.steering import Steering
+from qfleet.core.errors import CheckpointError, QfleetError
 from qfleet.core.protocols import Placement
 from qfleet.core.statistics import iqm, mean_ci95
 from qfleet.core.types import Evaluated, Notice, Weights
@@ -92,6 +93,10 @@ class Monitor:
         """What was heard before the run went on."""
         self._moved = False
         """Whether anything happened since the last checkpoint."""
+        self._unsaved = False
+        """Whether the last checkpoint could not be written."""
+        self._mute: set[int] = set()
+        """The numbers of the sinks that could not write at some time."""
         self._began = time.perf_counter()
 
     def listen(self) -> None:
@@ -107,7 +112,7 @@ class Monitor:
         return not any(isinstance(said, Notice) and said.kind in INEXACT for said in self._early.values())
 
     def run(self) -> StopReason:
-        """Let the run go on until something ends it; returns what did. The last state is saved."""
+        """Let the run go on until something ends it; returns what did. The last state is saved, or that is an error."""
         self._began = time.perf_counter()
         for message in self._early.values():
             self._heard(message)
@@ -122,7 +127,7 @@ class Monitor:
         self._tell_incidents()
         self._record()
         if self._moved:
-            self._checkpoint()
+            self._saved(self._save())
             self._tell_incidents()
         return reason
 
@@ -169,7 +174,7 @@ class Monitor:
         if self.callbacks.on_step is not None:
             self.callbacks.on_step({"env_steps": self.handles.env_steps.total()}, self.stop)
         if self._checkpoint_due():
-            self._checkpoint()
+            self._try_checkpoint()
 
     def _heard(self, message: Evaluated | Notice) -> None:
         if isinstance(message, Evaluated):
@@ -190,8 +195,7 @@ class Monitor:
             self.placement.reports(), self.handles.env_steps.total(), self.handles.updates.total(), self.training_s
         )
         self.standing.policy_lag = record.get("policy_lag", self.standing.policy_lag)
-        for sink in self.sinks:
-            sink.metrics(record)
+        self._show(lambda sink: sink.metrics(record))
 
     def _evaluated(self, result: Evaluated) -> None:
         self._evaluated_s += result.seconds
@@ -252,7 +256,23 @@ class Monitor:
             for event in self._steering.look(time.perf_counter(), env_steps, self.placement.reports()):
                 self.announce(event)
 
-    def _checkpoint(self) -> None:
+    def _try_checkpoint(self) -> None:
+        """Make a checkpoint; one that cannot be written is told once, and the next one tries again."""
+        try:
+            path = self._save()
+        except (CheckpointError, OSError) as error:
+            if not self._unsaved:
+                text = (
+                    "a checkpoint could not be written: training goes on, the last good one stays, and the next one"
+                    f" tries again; see to it that the last one can be written: {error}"
+                )
+                self._noticed(Notice("monitor", 0, "unsaved", text))
+            self._unsaved, self._checkpointed_at = True, time.perf_counter()
+        else:
+            self._saved(path)
+
+    def _save(self) -> Path:
+        """Write the whole run, and the best model so far if it is new; returns the checkpoint's directory."""
         self.placement.pause()  # so that the counters say what is saved
         env_steps = self.handles.env_steps.total()
         self._checkpointed = env_steps // self.experiment.checkpoint.every
@@ -262,9 +282,12 @@ class Monitor:
         if self._best is not None:
             self.save_model(self._best)
             self._best = None
-        path = self.save_checkpoint(env_steps, self.standing)
-        self._checkpointed_at, self._moved = time.perf_counter(), False
-        event = {"event": "checkpoint", "env_steps": env_steps, "path": path.name}
+        return self.save_checkpoint(env_steps, self.standing)
+
+    def _saved(self, path: Path) -> None:
+        """Tell of a checkpoint that was just made."""
+        self._checkpointed_at, self._moved, self._unsaved = time.perf_counter(), False, False
+        event = {"event": "checkpoint", "env_steps": self.handles.env_steps.total(), "path": path.name}
         self.announce(event)
         if self.callbacks.on_checkpoint is not None:
             self.callbacks.on_checkpoint({**event, "path": str(path)}, self.stop)
@@ -272,5 +295,14 @@ class Monitor:
     def announce(self, event: dict[str, Any]) -> None:
         """Tell every sink of something that happened."""
         event = {"time": time.time(), "wall_s": self.training_s, **event}
-        for sink in self.sinks:
-            sink.event(event)
+        self._show(lambda sink: sink.event(event))
+
+    def _show(self, tell: Callable[[Sink], None]) -> None:
+        """Tell every sink; of one that cannot write (a full disk) the others are told once: the run is worth more."""
+        for number, sink in enumerate(self.sinks):
+            try:
+                tell(sink)
+            except QfleetError as error:
+                if number not in self._mute:
+                    self._mute.add(number)
+                    self._noticed(Notice("monitor", 0, "unwritten", f"training goes on, but {error}"))

@@ -5,25 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from itertools import product
-from typing import Literal
 
 from qfleet.control.measurements import LearnerCost, Measurements
 from qfleet.control.plan import Plan, PlannedRole
-from qfleet.control.prediction import Arrangement, Prediction, inline, predict, replaying, single_threaded
+from qfleet.control.planner_leeway import adaptive_asked, balanced, sides, spare_actors
+from qfleet.control.planner_limits import most_actors, replay_bytes, within
+from qfleet.control.prediction import Arrangement, Prediction, Side, Tried, inline, predict, replaying, single_threaded
 from qfleet.control.reasons import load, reasons, why_placed
 from qfleet.control.resources import Resources
 from qfleet.experiment import Experiment
-from qfleet.replay.memory import ASSUMED_COMPRESSION
 from qfleet.roles.inference_server import ServedInference
 
 ALIKE = 0.03
 """Of arrangements that are slower than the fastest by less, the most modest is taken."""
-PROCESS_BYTES = 150 * 2**20
-"""Memory of one role's process that it shares with no other."""
-OTHERS = 3
-"""Processes besides the actors: replay (one shard), learner, evaluator."""
-STEPS_OF_EACH = 1000
-"""Every environment plays at least so many steps of the budget: more of them would only see beginnings."""
 UNROLLS = (1, 2, 4, 8, 16, 32, 64)
 ENVS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Environments of an actor that are considered, as multiples of the experiment's."""
@@ -36,15 +30,19 @@ def make_plan(
 
     Settings named in `fixed` stay as the experiment has them.
     """
-    best, prediction = _best(experiment, measured, resources, fixed)
+    best = _best(experiment, measured, resources, fixed)
     alone = inline(experiment, measured)
-    rates = {"inline": alone.rate, "processes": prediction.rate}
-    asked = "placement" in fixed
-    placement = experiment.placement if asked else max(rates, key=lambda name: rates[name])
+    rates = {"inline": alone.rate, "processes": best[0][1].rate}
+    adaptive, placement = adaptive_asked(experiment, fixed), max(rates, key=lambda name: rates[name])
+    if "placement" in fixed:
+        placement = experiment.placement
+    elif adaptive:  # inline has nobody who would move it
+        placement = "processes"
+    asked = adaptive or "placement" in fixed
     if placement == "inline":
         plan = _inline_plan(experiment, alone)
     else:
-        plan = _processes_plan(experiment, measured, resources, best, prediction)
+        plan = _processes_plan(experiment, measured, resources, best, fixed)
     made: Plan = plan.replace(
         updates_per_s=(plan.env_steps_per_s or 0.0) * measured.updates_per_step,
         placements=rates,
@@ -55,17 +53,18 @@ def make_plan(
     return made
 
 
-def _best(
-    experiment: Experiment, measured: Measurements, resources: Resources, fixed: Collection[str]
-) -> tuple[Arrangement, Prediction]:
-    """Return the most modest of the fastest arrangements."""
+def _best(experiment: Experiment, measured: Measurements, resources: Resources, fixed: Collection[str]) -> list[Tried]:
+    """Return the most modest of the fastest arrangements; of those with two sides of inference, if any, both sides."""
     tried = [
         (way, predict(experiment, measured, resources.cores, way))
         for way in _ways(experiment, measured, resources, fixed)
     ]
     fastest = max(prediction.rate for _, prediction in tried)
     alike = [(way, prediction) for way, prediction in tried if prediction.rate >= (1 - ALIKE) * fastest]
-    return min(alike, key=lambda one: _modesty(experiment, one[0]))
+    alike.sort(key=lambda one: _modesty(experiment, one[0]))
+    computing, asked = _inference(experiment, measured, fixed), adaptive_asked(experiment, fixed)
+    both = (sides(experiment, measured, resources.cores, one, computing, asked) for one in alike)
+    return next((found for found in both if len(found) > 1), alike[:1])
 
 
 def _modesty(experiment: Experiment, way: Arrangement) -> tuple[float, ...]:
@@ -79,7 +78,7 @@ def _ways(
 ) -> Iterator[Arrangement]:
     """Yield every arrangement worth a thought; at least the experiment's own with one actor."""
     most, own = most_actors(experiment, measured, resources), experiment.actor
-    least = experiment.replay.shards
+    least = max(experiment.replay.shards, _servers(experiment, fixed))
     actors = [experiment.actors] if "actors" in fixed else range(least, max(least, most) + 1)
     envs = [own.envs] if "actor.envs" in fixed else sorted({max(1, round(own.envs * factor)) for factor in ENVS})
     unrolls = [own.unroll] if "actor.unroll" in fixed or not replaying(experiment) else UNROLLS
@@ -89,7 +88,7 @@ def _ways(
     for way in (Arrangement(*choice) for choice in choices):
         count, size, unroll, parts = way.actors, way.envs, way.unroll, way.groups
         smallest = count == min(actors) and size == min(envs, key=lambda one: abs(one - own.envs))
-        if parts <= size and (_within(experiment, way) or (smallest and unroll == min(unrolls))):
+        if parts <= size and (within(experiment, way) or (smallest and unroll == min(unrolls))):
             yield way
 
 
@@ -101,45 +100,21 @@ def _learners(experiment: Experiment, measured: Measurements, fixed: Collection[
     return same or [single_threaded(measured).replace(threads=experiment.threads)]
 
 
-def _inference(
-    experiment: Experiment, measured: Measurements, fixed: Collection[str]
-) -> Sequence[Literal["local", "cpu", "cuda"]]:
+def _inference(experiment: Experiment, measured: Measurements, fixed: Collection[str]) -> Sequence[Side]:
     """Return who may compute the values that actors act on."""
     inference = experiment.inference
     if not replaying(experiment) or ("inference.kind" in fixed and inference.kind == "local"):
         return ["local"]
-    devices: list[Literal["local", "cpu", "cuda"]] = ["cuda", "cpu"] if measured.act_cuda else ["cpu"]
+    devices: list[Side] = ["cuda", "cpu"] if measured.act_cuda else ["cpu"]
     if "inference.device" in fixed and isinstance(inference, ServedInference) and inference.device != "auto":
         devices = [inference.device]
-    return devices if "inference.kind" in fixed else ["local", *devices]
+    return devices if "inference.kind" in fixed and inference.kind == "served" else ["local", *devices]
 
 
-def _within(experiment: Experiment, way: Arrangement) -> bool:
-    """Return whether the environments all get their share, and what is on its way stays small beside what is stored."""
-    total, own = way.actors * way.envs, experiment.actor
-    if total > max(own.envs, experiment.env_steps // STEPS_OF_EACH):
-        return False
-    if not replaying(experiment):
-        return True
-    memory = getattr(experiment.agent, "memory", None)
-    needed = 16 if memory is None else 2 * (memory.burn_in + memory.length + 1)
-    on_its_way = total * way.unroll <= max(total, experiment.learner.learning_starts // 4)
-    return on_its_way and needed * total <= experiment.replay.capacity
-
-
-def most_actors(experiment: Experiment, measured: Measurements, resources: Resources) -> int:
-    """Return how many actors the cores and the memory allow: one for each core at most, and always one."""
-    others = OTHERS + experiment.replay.shards - 1
-    spare = resources.memory - replay_bytes(experiment, measured) - others * PROCESS_BYTES
-    return max(1, min(int(resources.cores), spare // PROCESS_BYTES))
-
-
-def replay_bytes(experiment: Experiment, measured: Measurements) -> int:
-    """Return the memory that the full replay takes; what is mapped lies on a disk."""
-    kind = experiment.replay.storage.kind
-    if not replaying(experiment) or kind == "mapped":
-        return 0
-    return experiment.replay.capacity * measured.row_bytes // (ASSUMED_COMPRESSION if kind == "lz4" else 1)
+def _servers(experiment: Experiment, fixed: Collection[str]) -> int:
+    """Return how many inference servers there are if there are any: one, unless the user wants more."""
+    inference = experiment.inference
+    return inference.servers if "inference.servers" in fixed and isinstance(inference, ServedInference) else 1
 
 
 def _inline_plan(experiment: Experiment, alone: Prediction) -> Plan:
@@ -162,8 +137,14 @@ def _inline_plan(experiment: Experiment, alone: Prediction) -> Plan:
 
 
 def _processes_plan(
-    experiment: Experiment, measured: Measurements, resources: Resources, way: Arrangement, prediction: Prediction
+    experiment: Experiment,
+    measured: Measurements,
+    resources: Resources,
+    best: Sequence[Tried],
+    fixed: Collection[str],
 ) -> Plan:
+    """Return the plan of an arrangement; `best` has another side of inference too where the run is to find out."""
+    way, prediction = best[0]
     settings: dict[str, int | float | str] = {
         "actors": way.actors,
         "actor.envs": way.envs,
@@ -173,28 +154,42 @@ def _processes_plan(
     }
     if replaying(experiment):
         settings["actor.unroll"] = way.unroll
-    if way.inference != "local":
-        present = experiment.inference
-        served = present if isinstance(present, ServedInference) else ServedInference(precision=present.precision)
-        served = served.replace(servers=1, device=way.inference)
-        settings |= {f"inference.{name}": value for name, value in served.model_dump().items()}
+    why = reasons(experiment, measured, resources, best)
+    roles = _roles(experiment, best)
+    if balanced(experiment) and not {"actors", "spare_actors"} & set(fixed):
+        busy = sum(role.cores for role in roles)
+        settings["spare_actors"], why["spare_actors"] = spare_actors(experiment, measured, resources, way, busy)
     return Plan(
         preset=experiment.preset,
         algo=experiment.algo,
         placement="processes",
-        settings=settings,
-        roles=_roles(experiment, way, prediction),
+        settings=settings | _inference_settings(experiment, best, fixed),
+        roles=roles,
         env_steps_per_s=prediction.rate,
         bottleneck=prediction.bottleneck,
-        reasons={
-            **reasons(experiment, measured, resources, way, prediction),
-            "memory": _memory(experiment, measured, resources),
-        },
+        reasons={**why, "memory": _memory(experiment, measured, resources)},
         problems=_problems(experiment, measured, resources),
     )
 
 
-def _roles(experiment: Experiment, way: Arrangement, prediction: Prediction) -> tuple[PlannedRole, ...]:
+def _inference_settings(
+    experiment: Experiment, best: Sequence[Tried], fixed: Collection[str]
+) -> dict[str, int | float | str]:
+    """Return the settings of those who compute for the actors, where they are not the experiment's own."""
+    present, chosen = experiment.inference, [way.inference for way, _ in best]
+    if chosen == ["local"]:
+        return {} if present.kind == "local" else {"inference.kind": "local", "inference.precision": present.precision}
+    served = present if isinstance(present, ServedInference) else ServedInference(precision=present.precision)
+    device = next(one for one in chosen if one != "local")
+    values = served.replace(servers=_servers(experiment, fixed), device=device).model_dump(exclude={"kind", "begins"})
+    values["kind"] = "served" if len(chosen) == 1 else "adaptive"
+    if len(chosen) > 1 and "inference.begins" not in fixed:
+        values["begins"] = "local" if chosen[0] == "local" else "served"
+    return {f"inference.{name}": value for name, value in values.items()}
+
+
+def _roles(experiment: Experiment, best: Sequence[Tried]) -> tuple[PlannedRole, ...]:
+    way, prediction = best[0]
     rate, learner = prediction.rate, way.learner
     roles = [
         PlannedRole(
@@ -215,9 +210,10 @@ def _roles(experiment: Experiment, way: Arrangement, prediction: Prediction) -> 
         busy = rate * prediction.replay
         shards = experiment.replay.shards
         roles.insert(1, PlannedRole(kind="replay", count=shards, cores=busy, busy=busy / shards))
-    if way.inference != "local":
+    device = next((one.inference for one, _ in best if one.inference != "local"), None)
+    if device is not None:
         busy = rate * prediction.inference
-        roles.insert(1, PlannedRole(kind="inference", count=1, cores=busy, busy=busy, device=way.inference))
+        roles.insert(1, PlannedRole(kind="inference", count=1, cores=busy, busy=busy, device=device))
     return tuple(roles)
 
 

@@ -14,6 +14,9 @@ EFFICIENCY = 0.9
 _NOTHING = 1e-12
 """Seconds that stand for none, where one divides by them."""
 
+Side = Literal["local", "cpu", "cuda"]
+"""Who computes for the actors: they themselves, or one server on that device."""
+
 
 @dataclass(frozen=True)
 class Arrangement:
@@ -24,8 +27,7 @@ class Arrangement:
     unroll: int
     groups: int
     learner: LearnerCost
-    inference: Literal["local", "cpu", "cuda"] = "local"
-    """In the actors themselves, or by one server on that device."""
+    inference: Side = "local"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class Prediction:
     """Environment steps a second."""
     bottleneck: str
     """The kind of role, or "cores", that limits the rate."""
+
+
+Tried = tuple[Arrangement, Prediction]
+"""A way, and what it would do."""
 
 
 def inline(experiment: Experiment, measured: Measurements) -> Prediction:

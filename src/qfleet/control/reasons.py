@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from qfleet.control.measurements import LearnerCost, Measurements, at
-from qfleet.control.prediction import Arrangement, Prediction, message_side, predict, replaying, request_side
+from qfleet.control.measurements import QUIET, LearnerCost, Measurements, at
+from qfleet.control.prediction import Arrangement, Tried, message_side, predict, replaying, request_side
 from qfleet.control.resources import Resources
 from qfleet.experiment import Experiment
 
@@ -22,20 +22,30 @@ def why_placed(placement: str, rates: Mapping[str, float], asked: bool) -> str:
 
 
 def load(experiment: Experiment, measured: Measurements) -> dict[str, str]:
-    """Return a warning where the measurements were not made on a quiet machine; empty where they were."""
-    if measured.quiet:
+    """Return a warning where playing took less than its whole time of a core, with the cause; else nothing."""
+    if measured.cpu_share >= QUIET:
         return {}
-    share = f"measuring got {measured.cpu_share:.0%} of the processor time"
-    text = f"{share}: other programs run here, or environments sleep; predictions are for such a machine"
+    text = f"measuring got {measured.cpu_share:.0%} of the processor time: "
+    if measured.quiet:
+        text += "environments sleep (no other program wanted the core)"
+    else:
+        text += "other programs run here, or environments sleep; predictions are for such a machine"
     if getattr(experiment.env, "vectorisation", "") == "sync":
         text += "; environments that sleep do so at the same time with --env.vectorisation async"
     return {"load": text}
 
 
 def reasons(
-    experiment: Experiment, measured: Measurements, resources: Resources, way: Arrangement, prediction: Prediction
+    experiment: Experiment,
+    measured: Measurements,
+    resources: Resources,
+    best: Sequence[Tried],
 ) -> dict[str, str]:
-    """Return why each setting of an arrangement in processes is what it is, by its dotted name."""
+    """Return why each setting of an arrangement in processes is what it is, by its dotted name.
+
+    A second one in `best` is the other side of inference that the run can be moved to.
+    """
+    way, prediction = best[0]
     limit = {
         "actor": "the actors",
         "inference": f"the inference server ({way.inference})",
@@ -49,7 +59,7 @@ def reasons(
         "actors": f"{way.actors}: {prediction.rate:,.0f} steps/s, limited by {limit}{more}",
         "actor.envs": _tick(measured, way),
         "actor.groups": _groups(measured, way),
-        "inference": _inference(measured, way),
+        "inference": _sides(best) + _inference(measured, way),
         "device": _device(measured, way),
     }
     if experiment.learners > 1:
@@ -78,6 +88,14 @@ def _groups(measured: Measurements, way: Arrangement) -> str:
     if way.groups > 1:
         return f"2: while one group steps the other is acted for; a tick takes {measured.two_groups:.0%} of the time"
     return f"1: with 2 a tick takes {measured.two_groups:.0%} of the time"
+
+
+def _sides(best: Sequence[Tried]) -> str:
+    """Say what speaks for either side of inference that can be moved; empty where it cannot."""
+    if len(best) == 1:
+        return ""
+    rates = " and ".join(f"{prediction.rate:,.0f} steps/s with {way.inference}" for way, prediction in best)
+    return f"adaptive: about {rates}, so that the balancer finds out which is faster; "
 
 
 def _inference(measured: Measurements, way: Arrangement) -> str:

@@ -104,6 +104,14 @@ def play_beside(build: Build, experiment: Experiment, seconds: float) -> Round:
         return Round(0.0, 0.0, 0.0, _cpu_seconds() - cpu, made, learned)
 
 
+def core_share(seconds: float) -> float:
+    """Return the share of a core that a loop without pauses gets: less than 1 where other programs want it too."""
+    began, spent, wall = time.perf_counter(), time.thread_time(), 0.0
+    while wall < seconds:
+        wall = time.perf_counter() - began
+    return min(1.0, (time.thread_time() - spent) / wall)
+
+
 def _busy(rig: Rig) -> dict[str, float]:
     return {report.kind: report.busy_s for report in rig.placement.reports()}
 

@@ -64,5 +64,6 @@ def _deadlines_ms(experiment: Experiment) -> tuple[float, ...]:
 def _event(decision: Decision) -> dict[str, Any]:
     event = {"event": "balance", "decision": decision.kind, "role": decision.role, "index": decision.index}
     event |= {"text": decision.reason, "applied": decision.applied}
-    rates = {"before": decision.before, "after": decision.after}
-    return event | {name: rate for name, rate in rates.items() if rate is not None}
+    known: dict[str, Any] = {"before": decision.before, "after": decision.after}
+    known |= {"because": decision.because or None, "inference": decision.inference or None}
+    return event | {name: value for name, value in known.items() if value is not None}

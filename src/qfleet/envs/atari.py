@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -70,6 +71,7 @@ class AtariEnv(VectorEnv):
         self._lives = np.zeros(num_envs, np.int32)
         self._age = np.zeros(num_envs, np.int64)
         self._powered_on = self._begun = False
+        self._received: tuple[Any, ...] | None = None
 
     @property
     def protocol(self) -> dict[str, Any]:
@@ -86,11 +88,14 @@ class AtariEnv(VectorEnv):
         """Close the games."""
         self._env.close()
 
-    def begin(self, action: Ints) -> bool:
+    def begin(self, action: Ints) -> Callable[[], None]:
         """Let the games' own threads step them."""
         self._call("step()", lambda: self._env.send(action))
         self._begun = True
-        return True
+        return self._receive
+
+    def _receive(self) -> None:
+        self._received = self._call("step()", self._env.recv)
 
     def _restart(self, which: Bools) -> tuple[Leaves, Bools | None]:
         chosen = np.flatnonzero(which)
@@ -115,8 +120,11 @@ class AtariEnv(VectorEnv):
         """Step every game, with the loss of a life turned into an episode's end where that is asked for."""
         if not self._begun:
             self.begin(action)
-        self._begun = False
-        frames, reward, ended, stopped, info = self._call("step()", self._env.recv)
+        if self._received is None:
+            self._receive()
+        assert self._received is not None
+        frames, reward, ended, stopped, info = self._received
+        self._received, self._begun = None, False
         begun, valid = self._pending, ~self._pending
         terminated, truncated = ended & valid, stopped & valid
         over = terminated | truncated

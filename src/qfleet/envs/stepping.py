@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from qfleet.core.protocols import Waitable
 from qfleet.core.role import State
 from qfleet.core.spec import EnvSpec
 from qfleet.core.types import Bools, Ints, Leaves
+from qfleet.core.waiting import Waiter
 from qfleet.envs.gym import Factory
 from qfleet.envs.make import EnvConfig, make_env
 from qfleet.envs.vector import Tick, VectorEnv
 from qfleet.envs.workers import WorkersEnv
 
+T = TypeVar("T")
+
 _SMOOTHED = 0.2
 """The weight of the newest step in how long an environment takes."""
+_MANY_RINGS = 4096
 
 
 class Part(NamedTuple):
@@ -92,6 +99,13 @@ class Stepping(ABC):
     def under_way(self) -> bool:
         """Return whether `receive` has something to wait for: not when all that were sent actions are away."""
 
+    def ready(self) -> bool:
+        """Return whether it is time to `receive`: the next part is there, or these can only wait for it there."""
+        return True
+
+    def wait(self, others: Sequence[Waitable]) -> None:  # noqa: B027  (most can only wait in `receive`)
+        """Wait until they are ready, or one of the others has news."""
+
     @abstractmethod
     def receive(self) -> Part:
         """Wait for the next part of the environments that were sent actions; only allowed while some are under way."""
@@ -160,23 +174,41 @@ class Whole(Stepping):
 class Grouped(Stepping):
     """Several vectors that step at the same time, whose parts come in the order in which they were sent.
 
-    The order does not depend on who is faster, so that neither does anything that is learned. Vectors that cannot begin
-    a step by themselves have a thread each: that pays for environments that leave Python while they step.
+    The order does not depend on who is faster, so that neither does anything that is learned. Each has a thread: one
+    that waits, where the vector steps by itself once it has begun, or else one that steps it, which pays for
+    environments that leave Python while they step.
     """
 
     def __init__(self, vectors: Sequence[VectorEnv]) -> None:
         super().__init__(vectors)
         self._threads = ThreadPoolExecutor(len(vectors), thread_name_prefix="environments")
-        self._under_way: deque[tuple[Ints, Callable[[], tuple[Tick, float]]]] = deque()
+        self._under_way: deque[_Step] = deque()
+        self._bell, self._rope = socket.socketpair()
+        self._waiter = Waiter(self._bell)
 
     def send(self, action: Ints, envs: Ints) -> None:
         """Let one whole group step."""
         (group,) = [at for at, members in enumerate(self._members) if np.array_equal(members, envs)]
         vector, began = self._vectors[group], time.perf_counter()
-        if vector.begin(action):
-            self._under_way.append((envs, partial(_timed_step, vector, action, began)))
-        else:
-            self._under_way.append((envs, self._threads.submit(_timed_step, vector, action).result))
+        step = partial(vector.step, action)
+        end = vector.begin(action)
+        work = self._threads.submit(_timed, step if end is None else end, began)
+        work.add_done_callback(self._ring)
+        self._under_way.append(_Step(envs, work, None if end is None else step))
+
+    def _ring(self, work: object) -> None:
+        with contextlib.suppress(BlockingIOError):  # one that is full of rings wakes too
+            self._rope.send(b"!", socket.MSG_DONTWAIT)
+
+    def ready(self) -> bool:
+        """Return whether the group that was sent first has stepped."""
+        return bool(self._held) or self._under_way[0].work.done()
+
+    def wait(self, others: Sequence[Waitable]) -> None:
+        """Wait until it has, or one of the others has news."""
+        waitables = [waitable for other in others if (waitable := other.waitable()) is not None]
+        if self._waiter.wait(waitables, None):
+            self._bell.recv(_MANY_RINGS)
 
     def under_way(self) -> bool:
         """Return whether a group steps, or has stepped."""
@@ -189,6 +221,8 @@ class Grouped(Stepping):
     def close(self) -> None:
         """Let the threads end first: a vector must not be closed under one of them."""
         self._threads.shutdown(cancel_futures=True)
+        self._bell.close()
+        self._rope.close()
         super().close()
 
     def _drain(self) -> None:
@@ -196,17 +230,24 @@ class Grouped(Stepping):
             self._held.append(self._finish())
 
     def _finish(self) -> Part:
-        envs, finish = self._under_way.popleft()
-        tick, seconds = finish()
-        self._took(envs, seconds)
-        return Part(envs, tick)
+        step = self._under_way.popleft()
+        tick, seconds = step.work.result()
+        self._took(step.envs, seconds)
+        return Part(step.envs, tick if step.rest is None else step.rest())
 
 
-def _timed_step(vector: VectorEnv, action: Ints, began: float | None = None) -> tuple[Tick, float]:
-    """Return what came of a step, and its seconds: of one that `began` before, those until now."""
-    began = time.perf_counter() if began is None else began
-    tick = vector.step(action)
-    return tick, time.perf_counter() - began
+class _Step(NamedTuple):
+    """A step of a group, under way in a thread."""
+
+    envs: Ints
+    work: Future[tuple[Any, float]]  # its result, and its seconds
+    rest: Callable[[], Tick] | None
+    """What makes a tick of it, where the thread only waited."""
+
+
+def _timed(work: Callable[[], T], began: float) -> tuple[T, float]:
+    """Return what a step that `began` before brings, and its seconds."""
+    return work(), time.perf_counter() - began
 
 
 class ReadyFirst(Stepping):

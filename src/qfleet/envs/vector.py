@@ -111,9 +111,12 @@ class VectorEnv(ABC):
         self._observation, self._mask = self._stack.start(frames), mask
         return self.current()
 
-    def begin(self, action: Ints) -> bool:
-        """Begin a step that `step` with the same actions finishes, and return at once; False if it cannot be begun."""
-        return False
+    def begin(self, action: Ints) -> Callable[[], None] | None:
+        """Begin a step that `step` with the same actions finishes; None if it cannot be begun.
+
+        Returns at once what waits for the step's end, in any thread, and lets others use Python meanwhile.
+        """
+        return None
 
     def step(self, action: Ints) -> Tick:
         """Take joint actions [E] (numbers from 0 to A - 1) and return what came of them."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+_JUDGED = {"kept": "kept", "taken_back": "took back"}
+"""How a balancer's judgements are told, by name; the change that is judged follows."""
 _SHOWN_ELSEWHERE = {"event", "time", "env_steps", "wall_s", "text"}
 
 
@@ -71,9 +73,21 @@ def sentence(record: Mapping[str, Any]) -> str:
     if name == "notice":
         source = f"{record['role']}[{record.get('index', 0)}] " if record.get("role") else ""
         return one_line(f"{head}: {source}{record.get('text', '')}")
+    if name == "balance":
+        return one_line(f"{head}: {decision(record)}")
     details = [str(record["text"])] if record.get("text") else []
     details += [_field(key, value) for key, value in record.items() if key not in _SHOWN_ELSEWHERE and _simple(value)]
     return one_line(f"{head}: {', '.join(details)}" if details else head)
+
+
+def decision(record: Mapping[str, Any]) -> str:
+    """Return what a "balance" event tells: of whom, what and why, or what came of it and why it had been done."""
+    name, text = str(record.get("decision", "")), str(record.get("text", ""))
+    whom = f"{record.get('role', '')}[{record.get('index', 0)}]"
+    now = f" now {record['inference']}," if record.get("inference") else ""
+    said = f"{_JUDGED[name]} {text}" if name in _JUDGED else f"{name.replace('_', ' ')}: {text}"
+    because = f" ({record['because']})" if record.get("because") else ""
+    return one_line(f"{whom}{now} {said}{because}")
 
 
 def _evaluation(record: Mapping[str, Any]) -> str:

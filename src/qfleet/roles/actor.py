@@ -222,6 +222,9 @@ class Actor(Role):
     def _tick(self) -> None:
         """Write down what the next environments did."""
         self.phase = IN_ENVS if self._env.watched else "running"
+        while not self._env.ready():
+            self._env.wait(self._acting.wake_on)
+            self._act_on_answers()
         envs, tick = self._env.receive()
         self.phase = "running"
         self._act_on_answers()  # so that others step while this is written down

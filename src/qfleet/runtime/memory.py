@@ -13,6 +13,7 @@ import mmap
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -79,7 +80,7 @@ def free_bytes(root: Path | None = None) -> int:
 
 
 def remove_leftovers(root: Path) -> list[Path]:
-    """Delete the folders of runs whose owner is dead; returns them.
+    """Delete the folders of runs whose owner is dead, and end what still uses them; returns the folders.
 
     The owner's lock says whether it lives: the kernel drops it on any death, and unlike a process number it is never
     reused and means the same in every container.
@@ -92,6 +93,7 @@ def remove_leftovers(root: Path) -> list[Path]:
             continue  # another user's, or being removed right now
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _kill_users(folder)  # before that: the folder is what tells them
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder)
         except BlockingIOError:
@@ -99,6 +101,21 @@ def remove_leftovers(root: Path) -> list[Path]:
         finally:
             os.close(lock)
     return removed
+
+
+def _kill_users(folder: Path) -> None:
+    """Kill every process that has a file of the folder mapped, and what it has started, where the system tells (Linux).
+
+    A role ends by itself when its owner is gone, unless it was stopped meanwhile, by Ctrl-Z or a debugger.
+    """
+    mark = os.fsencode(f"{folder.resolve()}/")
+    for maps in Path("/proc").glob("[1-9]*/maps"):
+        with contextlib.suppress(OSError):  # another user's, or gone by now
+            pid = int(maps.parent.name)
+            if pid != os.getpid() and mark in maps.read_bytes():
+                # Each role leads a process group, with what it has started.
+                kill = os.killpg if os.getpgid(pid) == pid else os.kill
+                kill(pid, signal.SIGKILL)
 
 
 def create(path: Path, nbytes: int) -> Buffer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import math
 import multiprocessing
 import os
@@ -25,15 +26,16 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from qfleet.core import failpoints
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.protocols import Report
 from qfleet.core.types import Notice
+from qfleet.core.waiting import Waiter
 from qfleet.runtime.channels import Ports, StreamLevels, lay_out
 from qfleet.runtime.graph import Graph, Node, ends
+from qfleet.runtime.host import Host, Hosted
 from qfleet.runtime.memory import RunFolder
 from qfleet.runtime.restarts import Restarts
 from qfleet.runtime.supervisor import Member, SupervisedPlacement
-from qfleet.runtime.waiting import Waiter
 from qfleet.runtime.watchdog import Standstill, Watchdog
 from qfleet.runtime.worker import Answer, Command, OpenEnds, Worker, failed, name_process, set_threads
 
@@ -44,6 +46,8 @@ _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a run to end."""
 _CROWDED = 4
 """Processes for each core from which on a person is told."""
+_CALLS = 3
+"""How many calls are told of a process that crashed."""
 _BACKGROUND = 10
 """How nice processes in the background are to the others: about a tenth of their weight."""
 
@@ -92,7 +96,10 @@ class ProcessPlacement(SupervisedPlacement):
                 method = "spawn" if node.kind in spawn else "forkserver"
                 count = (threads or {}).get(node.kind, 1)
                 behind = node.kind in background
-                self._setups[node.name] = _Setup(node.name, payload, ports[node.name], method, count, behind)
+                last_words = self._folder.path / f"{node.name}.last_words"
+                self._setups[node.name] = _Setup(
+                    node.name, payload, ports[node.name], method, count, behind, last_words
+                )
             for name, setup in self._setups.items():
                 self._children[name] = _Child(setup)
             self._await("built")
@@ -143,6 +150,8 @@ class ProcessPlacement(SupervisedPlacement):
         child.kill()  # what it had started
         child.join(time.monotonic() + _KILL_S)
         child.release()
+        if not member.built and member.life > 0:
+            return f"{cause}; that was the second try"  # what never worked will not begin to
         delay = self._restarts.delay(member.name, time.monotonic())
         if delay is None:
             return f"{cause}; that was death {self._restarts.in_a_row(member.name)} within a short time"
@@ -163,11 +172,12 @@ class ProcessPlacement(SupervisedPlacement):
     def _watch(self) -> None:
         """Kill what hangs, and say when nothing moves."""
         now = time.monotonic()
+        hurried_s = 0.0 if self._hurried_at is None else now - self._hurried_at
         self._watchdog.listening(now)
         for member in self.crew:
             child = self._children.get(member.name)
             replaceable = self._replaceable(member)
-            verdict = self._watchdog.verdict(member.name, member.report, replaceable, now, self._pausing)
+            verdict = self._watchdog.verdict(member.name, member.report, replaceable, now, self._pausing, hurried_s)
             if child is not None and verdict:
                 child.condemn(verdict)
         if self._running:
@@ -221,6 +231,8 @@ class _Setup:
     method: str
     threads: int
     background: bool
+    last_words: Path
+    """Where a crash writes what the process was doing."""
     faults: str = field(default_factory=failpoints.wanted)
     """Which failpoints are armed; a forkserver's environment is older."""
 
@@ -236,6 +248,8 @@ class _Child:
             self._process.start()
         theirs.close()
         self.pid: int = self._process.pid
+        self._last_words = setup.last_words
+        self._built = False
         self._deaf = False
         self._ended = False
         self._verdict = ""
@@ -258,12 +272,21 @@ class _Child:
                 heard.append(self._control.recv())
         except (EOFError, OSError):
             self._deaf = True
-        told = any(isinstance(item, Answer) and item.what == "failed" for item in heard)
+        answers = {item.what for item in heard if isinstance(item, Answer)}
+        told = "failed" in answers
+        self._built = self._built or "built" in answers
         self._ended = self._ended or told
         if ended and not told:
             self._ended = True
-            heard.append(Answer("died", self._verdict or _cause_of_death(self._process.exitcode)))
+            heard.append(Answer("died", self._verdict or self._cause_of_death()))
         return heard
+
+    def _cause_of_death(self) -> str:
+        code: int | None = self._process.exitcode
+        when = "" if self._built else " while it was being built"
+        if code is None or code >= 0:
+            return f"its process exited with code {code}{when}"
+        return f"its process was killed by {signal.Signals(-code).name}{when}{_last_words(self._last_words)}"
 
     def condemn(self, verdict: str) -> None:
         """Kill the process, which will be said to have died of this."""
@@ -292,10 +315,12 @@ class _Child:
         self._control.close()
 
 
-def _cause_of_death(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        return f"its process was killed by {signal.Signals(-exit_code).name}"
-    return f"its process exited with code {exit_code}"
+def _last_words(path: Path) -> str:
+    """Return where a process was when it crashed, its innermost calls; empty if it did not say."""
+    with contextlib.suppress(OSError):
+        calls = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.startswith("  File ")]
+        return f"; it was at {', called from '.join(calls[:_CALLS])}" if calls else ""
+    return ""
 
 
 def _preload(graph: Graph) -> None:
@@ -350,6 +375,8 @@ def _child_main(setup: _Setup, control: Connection, supervisor: int) -> None:
     set_threads(setup.threads)
     if setup.background:
         os.nice(_BACKGROUND)
+    with contextlib.suppress(OSError):  # the run has ended meanwhile
+        faulthandler.enable(setup.last_words.open("w"), all_threads=False)
     failpoints.arm(setup.faults, setup.name, setup.ports.life)
     lock = threading.Lock()
 
@@ -370,7 +397,7 @@ def _child_main(setup: _Setup, control: Connection, supervisor: int) -> None:
     except Exception as error:
         say(failed(error))
         return
-    worker = Worker(node, setup.ports.open, wait, say)
+    worker = _LastingWorker(node, setup.ports.open, wait, say)
 
     def relay() -> None:
         """Pass commands on and report, whatever the role is doing; end with the supervisor."""
@@ -388,6 +415,18 @@ def _child_main(setup: _Setup, control: Connection, supervisor: int) -> None:
 
     threading.Thread(target=relay, name="relay", daemon=True).start()
     worker.run()
+
+
+class _LastingWorker(Worker):
+    """A worker whose role goes on when its state cannot be written: the supervisor knows whether the run can."""
+
+    def _carry_out(self, host: Host[Hosted], name: Command, argument: str) -> Answer:
+        try:
+            return super()._carry_out(host, name, argument)
+        except (CheckpointError, OSError) as error:
+            if name != "save":
+                raise
+            return Answer(name, str(error))
 
 
 def _leave_to_supervisor(number: int) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from qfleet.core.errors import ConfigError, RoleFailure
+from qfleet.core.errors import CheckpointError, ConfigError, RoleFailure
 from qfleet.core.protocols import Incident, Report
 from qfleet.core.role import WORKED, Status
 from qfleet.core.types import Notice
@@ -40,6 +40,8 @@ class Member:
     """When its last life ended, by `time.monotonic`, until the next one is ready."""
     cause: str = ""
     """Why its last life ended."""
+    built: bool = False
+    """Whether it was ready in any of its lives."""
 
 
 def starting(name: str, kind: str, index: int) -> Member:
@@ -78,6 +80,8 @@ class SupervisedPlacement(ABC):
         self._turns = Host(turns) if lockstep else None
         self._running = self._pausing = False
         self._closed = False
+        self._hurried_at: float | None = None
+        """Since when a person waits for the end, by `time.monotonic`."""
         self._incidents: list[Incident | Notice] = []
 
     @abstractmethod
@@ -147,10 +151,16 @@ class SupervisedPlacement(ABC):
             self._running = False  # first, so that a role that is begun anew meanwhile is not let run
             self._pause()
 
+    def hurry(self) -> None:
+        """Wait no longer for steps that take long: a person wants the run to end; safe to call in a signal handler."""
+        self._hurried_at = self._hurried_at or time.monotonic()
+
     def save(self, directory: Path) -> None:
-        """Write the states of all roles, paused, and what is on its way between them."""
+        """Write the states of all roles, paused, and what is on its way between them; CheckpointError if one cannot."""
         self.pause()
-        self._ask("save", self.crew, str(directory.resolve()))
+        answers = self._ask("save", self.crew, str(directory.resolve()))
+        if causes := [answer.cause for answer in answers.values() if answer.cause]:
+            raise CheckpointError(causes[0])
         self._save_own_ends(directory)
 
     def restore(self, directory: Path) -> None:
@@ -189,10 +199,13 @@ class SupervisedPlacement(ABC):
         awaited = {member.name for member in members or self.crew}
         answers: dict[str, Answer] = {}
         while len(answers) < len(awaited):
-            for member, answer in self._hear(_LISTEN_S):
-                if answer.what == what and member.name in awaited:
+            heard = [(member, answer) for member, answer in self._hear(_LISTEN_S) if member.name in awaited]
+            for member, answer in heard:
+                if answer.what == what:
                     answers[member.name] = answer
-                elif answer.what == "reborn" and tell_again is not None and member.name in awaited:
+                elif answer.what == "reborn" and what == "step" and self._hurried_at is not None:
+                    answers[member.name] = Answer(what)  # its turn is over: it would only hang again
+                elif answer.what == "reborn" and tell_again is not None:
                     answers.pop(member.name, None)
                     tell_again(member)
         return answers
@@ -256,7 +269,7 @@ class SupervisedPlacement(ABC):
                 self._tell(member, "run", "")
         elif answer.what == "built":
             self._tell_incident(member)
-            member.died_at = None
+            member.died_at, member.built = None, True
 
     def _tell_incident(self, member: Member) -> None:
         """Tell of a member's last death, if its next life was not ready before."""

@@ -12,6 +12,8 @@ _LONG_PHASE_S = 600.0
 """How long a phase other than "running" may last: building, compiling, evaluating, saving."""
 _SILENT_S = 4.0
 """How long a process may give no sign of life while the others stand still: it gives two a second."""
+_HURRIED_S = 3.0
+"""How long a step may still take when a person wants the run to end, in phases that are done anew at little cost."""
 _STANDSTILL_S = 10.0
 _WAITING_S = 0.5
 """A step that has taken longer than this is work, whatever the role said after the one before."""
@@ -37,15 +39,27 @@ class Watchdog:
         """Note a sign of life."""
         self._heard[name] = now
 
-    def verdict(self, name: str, report: Report, replaceable: bool, now: float, pausing: bool = False) -> str:
+    def verdict(
+        self,
+        name: str,
+        report: Report,
+        replaceable: bool,
+        now: float,
+        pausing: bool = False,
+        hurried_s: float = 0.0,
+    ) -> str:
         """Return why a role must be taken for dead; empty if it need not. A death that ends the run is not rushed.
 
-        While all are `pausing`, nobody waits long for a process that is silent.
+        While all are `pausing`, nobody waits long for a process that is silent; and when a person has waited for the
+        end of the run for `hurried_s` seconds, nor for a step: its environment may hang.
         """
         limit = self.stall if report.phase == "running" and replaceable else _LONG_PHASE_S
         silent = now - self._heard.get(name, now)
         if pausing and replaceable and report.phase != "starting" and _SILENT_S < silent <= limit:
             return f"its process was silent for {silent:.0f} s while the others waited for it"
+        hurried = replaceable and report.phase in ("running", "evaluating") and hurried_s > _HURRIED_S
+        if hurried and report.step_s > _HURRIED_S:
+            return f"it held up the end of the run: {report.step_s:.0f} s in one step, in phase '{report.phase}'"
         if report.step_s > limit:
             return f"it hung: {report.step_s:.0f} s in one step, in phase '{report.phase}'"
         if silent > limit:

@@ -1,0 +1,44 @@
+"""What keeps an arrangement of roles from being larger: cores, memory, the run's budget and its replay."""
+
+from __future__ import annotations
+
+from qfleet.control.measurements import Measurements
+from qfleet.control.prediction import Arrangement, replaying
+from qfleet.control.resources import Resources
+from qfleet.experiment import Experiment
+from qfleet.replay.memory import ASSUMED_COMPRESSION
+
+PROCESS_BYTES = 150 * 2**20
+"""Memory of one role's process that it shares with no other."""
+OTHERS = 3
+"""Processes besides the actors: replay (one shard), learner, evaluator."""
+STEPS_OF_EACH = 1000
+"""Every environment plays at least so many steps of the budget: more of them would only see beginnings."""
+
+
+def within(experiment: Experiment, way: Arrangement) -> bool:
+    """Return whether the environments all get their share, and what is on its way stays small beside what is stored."""
+    total, own = way.actors * way.envs, experiment.actor
+    if total > max(own.envs, experiment.env_steps // STEPS_OF_EACH):
+        return False
+    if not replaying(experiment):
+        return True
+    memory = getattr(experiment.agent, "memory", None)
+    needed = 16 if memory is None else 2 * (memory.burn_in + memory.length + 1)
+    on_its_way = total * way.unroll <= max(total, experiment.learner.learning_starts // 4)
+    return on_its_way and needed * total <= experiment.replay.capacity
+
+
+def most_actors(experiment: Experiment, measured: Measurements, resources: Resources) -> int:
+    """Return how many actors the cores and the memory allow: one for each core at most, and always one."""
+    others = OTHERS + experiment.replay.shards - 1
+    spare = resources.memory - replay_bytes(experiment, measured) - others * PROCESS_BYTES
+    return max(1, min(int(resources.cores), spare // PROCESS_BYTES))
+
+
+def replay_bytes(experiment: Experiment, measured: Measurements) -> int:
+    """Return the memory that the full replay takes; what is mapped lies on a disk."""
+    kind = experiment.replay.storage.kind
+    if not replaying(experiment) or kind == "mapped":
+        return 0
+    return experiment.replay.capacity * measured.row_bytes // (ASSUMED_COMPRESSION if kind == "lz4" else 1)

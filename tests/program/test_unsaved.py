@@ -1,0 +1,186 @@
+"""Checkpoints that cannot be written: training goes on, it is said once, and only the last one fails the run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program_cases import fingerprint, short
+
+import qfleet
+from qfleet import Callbacks
+from qfleet.core.errors import CheckpointError, QfleetError
+from qfleet.observe import sinks
+from qfleet.observe.sinks import Silent, read_jsonl
+from qfleet.runtime import checkpoint
+
+OFTEN = {"checkpoint.every": 200}
+
+
+def full(*arguments: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+class Disk:
+    """Lets nobody write a chunk below a run's directory, whichever process it is, until it is mended."""
+
+    def __init__(self, run: Path) -> None:
+        self._chunks = run / "checkpoints" / "chunks"
+        self._aside = run / "aside"
+
+    def break_(self) -> None:
+        self._chunks.parent.mkdir(parents=True, exist_ok=True)
+        if self._chunks.is_dir():
+            self._chunks.rename(self._aside)
+        self._chunks.symlink_to("nowhere")
+
+    def mend(self) -> None:
+        self._chunks.unlink()
+        if self._aside.is_dir():
+            self._aside.rename(self._chunks)
+
+
+class OnNotice(Silent):
+    """Calls a function at each notice of an unwritten checkpoint."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self.act = act
+
+    def event(self, record: Any) -> None:
+        if record.get("kind") == "unsaved":
+            self.act()
+
+
+def events(run: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_jsonl(run / "events.jsonl") if event["event"] == name]
+
+
+def unsaved(run: Path) -> list[str]:
+    return [event["text"] for event in events(run, "notice") if event["kind"] == "unsaved"]
+
+
+def test_two_checkpoints_without_room_are_one_notice_and_change_nothing_else(tmp_path, monkeypatch):
+    def on_step(metrics: dict[str, Any], stop: Any) -> None:
+        if metrics["env_steps"] == 240:
+            monkeypatch.setattr(checkpoint, "save_file", full)
+        elif metrics["env_steps"] == 640:
+            monkeypatch.undo()
+
+    run = qfleet.train(short(**OFTEN), seed=5, run_dir=tmp_path / "run", callbacks=Callbacks(on_step=on_step))
+    assert [event["env_steps"] for event in events(run.dir, "checkpoint")] == [208, 800, 1008, 1200]
+    (text,) = unsaved(run.dir)
+    assert "No space left on device" in text
+    assert "training goes on" in text
+    uncut = qfleet.train(short(**OFTEN), seed=5, run_dir=tmp_path / "uncut")
+    assert fingerprint(run) == fingerprint(uncut)
+
+
+def test_the_next_try_waits_for_the_next_period(tmp_path, monkeypatch):
+    tries = []
+
+    def counted(*arguments: Any) -> None:
+        tries.append(arguments)
+        full()
+
+    monkeypatch.setattr(checkpoint, "save_file", counted)
+    with pytest.raises(CheckpointError):
+        qfleet.train(short(**{"checkpoint.every": 500, "checkpoint.every_s": 3600.0}), run_dir=tmp_path / "run")
+    assert len(tries) == 3, "at 500, at 1000, and at the end"
+    tries.clear()
+    with pytest.raises(CheckpointError):
+        qfleet.train(short(**{"checkpoint.every": 10**6, "checkpoint.every_s": 0.4}), run_dir=tmp_path / "timed")
+    assert len(tries) < 30, "the time counts from the last try"
+
+
+def test_roles_in_processes_train_on_when_their_state_cannot_be_written(tmp_path):
+    disk = Disk(tmp_path / "run")
+    made: list[int] = []
+
+    def on_checkpoint(metrics: dict[str, Any], stop: Any) -> None:
+        made.append(metrics["env_steps"])
+        if len(made) == 1:
+            disk.break_()
+        else:
+            stop()
+
+    run = qfleet.train(
+        short(env_steps=10**6, placement="processes", actors=1, **{"checkpoint.every": 500}),
+        run_dir=tmp_path / "run",
+        callbacks=Callbacks(on_checkpoint=on_checkpoint),
+        sinks=[OnNotice(disk.mend)],
+    )
+    assert len(unsaved(run.dir)) == 1
+    assert "chunks" in unsaved(run.dir)[0]
+    assert events(run.dir, "restart") == [], "nobody had to die of it"
+    assert checkpoint.newest_good(run.dir / "checkpoints").manifest["env_steps"] == run.summary["env_steps"] > made[0]
+    resumed = qfleet.resume(run.dir, env_steps=run.summary["env_steps"] + 200)
+    assert resumed.summary["stopped_by"] == "budget"
+
+
+@pytest.mark.parametrize("placement", ["inline", "processes"])
+def test_the_last_checkpoint_fails_the_run_and_the_last_good_one_stays(placement, tmp_path):
+    disk = Disk(tmp_path / "run")
+
+    def on_checkpoint(metrics: dict[str, Any], stop: Any) -> None:
+        disk.break_()
+
+    with pytest.raises(CheckpointError, match=r"chunks.*cannot be written .*is there room on the disk"):
+        qfleet.train(
+            short(env_steps=4000, placement=placement, actors=1, **{"checkpoint.every": 1000}),
+            run_dir=tmp_path / "run",
+            callbacks=Callbacks(on_checkpoint=on_checkpoint),
+        )
+    disk.mend()
+    assert len(unsaved(tmp_path / "run")) == 1
+    good = checkpoint.newest_good(tmp_path / "run" / "checkpoints").manifest["env_steps"]
+    assert 1000 <= good < 4000
+    assert qfleet.resume(tmp_path / "run").summary["stopped_by"] == "budget"
+
+
+def test_a_model_that_cannot_be_written_is_tried_again_too(tmp_path, monkeypatch):
+    from qfleet import session
+
+    real = session.save_model
+    monkeypatch.setattr(session, "save_model", full)
+    mend = OnNotice(lambda: monkeypatch.setattr(session, "save_model", real))
+    settings = {"checkpoint.every": 600, "evaluation.every": 500}
+    run = qfleet.train(short(**settings), run_dir=tmp_path / "run", sinks=[mend])
+    assert len(unsaved(run.dir)) == 1
+    assert (run.dir / "model" / "model.json").is_file()
+
+
+def test_a_deleted_directory_is_made_again_with_all_that_a_resume_needs(tmp_path):
+    def on_checkpoint(metrics: dict[str, Any], stop: Any) -> None:
+        if metrics["env_steps"] < 500:
+            shutil.rmtree(tmp_path / "run")
+
+    experiment = short(**{"checkpoint.every": 450})
+    run = qfleet.train(experiment, run_dir=tmp_path / "run", callbacks=Callbacks(on_checkpoint=on_checkpoint))
+    assert json.loads((run.dir / "summary.json").read_text())["env_steps"] == 1200
+    assert qfleet.resume(run.dir, env_steps=1408).summary["env_steps"] == 1408
+
+
+def test_files_of_metrics_on_a_full_disk_do_not_end_the_run(tmp_path, monkeypatch):
+    real, failed, told = sinks._append, [], []
+
+    def append(file: Any, record: Any) -> None:
+        if Path(file.name).name == "metrics.jsonl" or not failed:
+            failed.append(record)
+            raise QfleetError(f"cannot write {file.name}: No space left on device")
+        real(file, record)
+
+    class Screen(Silent):
+        def event(self, record: Any) -> None:
+            if record.get("kind") == "unwritten":
+                told.append(record["text"])
+
+    monkeypatch.setattr(sinks, "_append", append)
+    run = qfleet.train(short(**{"track.every_s": 0.01}), run_dir=tmp_path / "run", sinks=[Screen()])
+    assert len(failed) > 3
+    assert len(told) == 1
+    assert told[0].endswith("No space left on device")
+    assert events(run.dir, "checkpoint")

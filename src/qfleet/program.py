@@ -282,6 +282,7 @@ def place(program: Program, experiment: Experiment) -> Placement:
             threads=threads,
             groups=(Learner.kind,),
             background=(Actor.kind,),  # they take what cores there are; all others wait for each other
+            brief=(Actor.kind, Evaluator.kind),
             lockstep=experiment.lockstep,
         )
     from qfleet.runtime.ray import RayPlacement

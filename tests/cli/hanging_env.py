@@ -1,4 +1,4 @@
-"""CartPole that never comes back from a step once a file asks for it, in processes of one name."""
+"""CartPole that never comes back from its 50th step in the process of one name, and notes that in a file."""
 
 from __future__ import annotations
 

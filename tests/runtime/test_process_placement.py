@@ -302,3 +302,29 @@ def test_stream_to_a_role_that_ended_does_not_end_the_sender() -> None:
         assert handle.exhausted()
     finally:
         placement.close()
+
+
+def test_only_steps_that_cost_little_are_cut_short_when_a_person_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner's step may take long, and what it learned since its last snapshot would be lost."""
+    waited: dict[str, float] = {}
+
+    def verdict(name: str, report: Any, replaceable: bool, now: float, pausing: bool, hurried_s: float) -> str:
+        waited[name] = hurried_s
+        return ""
+
+    placement = ProcessPlacement(pipeline(10), brief=("producer",))
+    monkeypatch.setattr(placement._watchdog, "verdict", verdict)
+    placement._watch()
+    assert not any(waited.values())
+    placement.hurry()
+    time.sleep(0.01)
+    placement._watch()
+    assert {name for name, seconds in waited.items() if seconds > 0} == {"producer-0"}
+    placement.close()
+
+
+def test_background_processes_leave_the_cores_to_others() -> None:
+    placement = ProcessPlacement(pipeline(10), background=("producer",))
+    nice = {name: psutil.Process(pid).nice() for name, pid in placement.pids().items()}
+    placement.close()
+    assert nice["producer-0"] > nice["relay-0"] == nice["consumer-0"]

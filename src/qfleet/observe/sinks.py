@@ -173,9 +173,7 @@ def _append(file: IO[bytes], record: Mapping[str, Any]) -> None:
         file.write(line)
         file.flush()
     except OSError as error:
-        raise QfleetError(
-            f"cannot write {file.name}: {error.strerror}; free some space and `qfleet resume` the run"
-        ) from error
+        raise QfleetError(f"cannot write {file.name}: {error.strerror}; free some space") from error
 
 
 def _plain(value: Any) -> Any:

@@ -26,13 +26,12 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from qfleet.core import failpoints
-from qfleet.core.errors import CheckpointError, ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.core.protocols import Report
 from qfleet.core.types import Notice
 from qfleet.core.waiting import Waiter
 from qfleet.runtime.channels import Ports, StreamLevels, lay_out
 from qfleet.runtime.graph import Graph, Node, ends
-from qfleet.runtime.host import Host, Hosted
 from qfleet.runtime.memory import RunFolder
 from qfleet.runtime.restarts import Restarts
 from qfleet.runtime.supervisor import Member, SupervisedPlacement
@@ -58,8 +57,9 @@ class ProcessPlacement(SupervisedPlacement):
     `spawn` names the kinds of roles that must not be forked; `threads` gives the threads of torch and OpenMP by kind,
     one where not given. A role that holds a keep and dies or hangs is begun anew, unless it is one of several of a
     kind in `groups`, which live and die together: `restarts` times if its deaths follow each other quickly. It hangs
-    when one of its steps takes longer than `stall` seconds. Kinds in `background` leave a core to any other that wants
-    it. In `lockstep` roles step one at a time, in inline's order.
+    when one of its steps takes longer than `stall` seconds; those of kinds in `brief`, whose steps cost little to be
+    made again, also when a person waits for the end of the run. Kinds in `background` leave a core to any other that
+    wants it. In `lockstep` roles step one at a time, in inline's order.
     """
 
     name = "processes"
@@ -71,6 +71,7 @@ class ProcessPlacement(SupervisedPlacement):
         threads: Mapping[str, int] | None = None,
         groups: Collection[str] = (),
         background: Collection[str] = (),
+        brief: Collection[str] = (),
         restarts: int = 5,
         stall: float = 60.0,
         lockstep: bool = False,
@@ -79,6 +80,7 @@ class ProcessPlacement(SupervisedPlacement):
         failpoints.arm(failpoints.wanted(), "supervisor", everyone=False)
         payloads = [_payload(node) for node in graph.nodes]
         self._mortal = _mortal(graph, groups)
+        self._brief = {node.name for node in graph.nodes if node.kind in brief}
         self._restarts, self._watchdog, self._standstill = Restarts(restarts), Watchdog(stall), Standstill()
         self._folder = RunFolder()
         self._setups: dict[str, _Setup] = {}
@@ -172,11 +174,12 @@ class ProcessPlacement(SupervisedPlacement):
     def _watch(self) -> None:
         """Kill what hangs, and say when nothing moves."""
         now = time.monotonic()
-        hurried_s = 0.0 if self._hurried_at is None else now - self._hurried_at
+        waited = 0.0 if self._hurried_at is None else now - self._hurried_at
         self._watchdog.listening(now)
         for member in self.crew:
             child = self._children.get(member.name)
             replaceable = self._replaceable(member)
+            hurried_s = waited if member.name in self._brief else 0.0
             verdict = self._watchdog.verdict(member.name, member.report, replaceable, now, self._pausing, hurried_s)
             if child is not None and verdict:
                 child.condemn(verdict)
@@ -397,7 +400,7 @@ def _child_main(setup: _Setup, control: Connection, supervisor: int) -> None:
     except Exception as error:
         say(failed(error))
         return
-    worker = _LastingWorker(node, setup.ports.open, wait, say)
+    worker = Worker(node, setup.ports.open, wait, say)
 
     def relay() -> None:
         """Pass commands on and report, whatever the role is doing; end with the supervisor."""
@@ -415,18 +418,6 @@ def _child_main(setup: _Setup, control: Connection, supervisor: int) -> None:
 
     threading.Thread(target=relay, name="relay", daemon=True).start()
     worker.run()
-
-
-class _LastingWorker(Worker):
-    """A worker whose role goes on when its state cannot be written: the supervisor knows whether the run can."""
-
-    def _carry_out(self, host: Host[Hosted], name: Command, argument: str) -> Answer:
-        try:
-            return super()._carry_out(host, name, argument)
-        except (CheckpointError, OSError) as error:
-            if name != "save":
-                raise
-            return Answer(name, str(error))
 
 
 def _leave_to_supervisor(number: int) -> None:

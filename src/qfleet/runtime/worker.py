@@ -186,8 +186,11 @@ class Worker:
             self._report = hosted.report()
             return Answer(name, report=self._report)
         elif name == "save":
-            checkpoint.write_state(directory, self._node.name, hosted.role.state_dict())
-            self._ends.save(directory, self._node.name)
+            try:
+                checkpoint.write_state(directory, self._node.name, hosted.role.state_dict())
+                self._ends.save(directory, self._node.name)
+            except (CheckpointError, OSError) as error:  # the supervisor knows whether the run can do without
+                return Answer(name, str(error))
         elif name == "restore":
             hosted.role.load_state_dict(checkpoint.read_state(directory, self._node.name))
             self._ends.restore(directory, self._node.name)

@@ -121,17 +121,22 @@ class InTurns:
 
 
 def train(game: str, settings: dict[str, Any], seed: int, limit: float, turns: InTurns | None) -> dict[str, Any]:
-    """Train until the target or the limit; return rates, who was busy, the evaluations and the training's returns."""
-    began, curve = time.perf_counter(), []
+    """Train until the target or the limit; return rates, who was busy, the evaluations and the training's returns.
+
+    An evaluation is when it was told, in seconds from the start, its model's steps, the mean, and the seconds it took.
+    """
+    began, curve, started = time.perf_counter(), [], []
 
     def on_step(metrics: dict[str, Any], stop: Any) -> None:
+        started.append(time.perf_counter() - began)
         if turns is not None:
             turns.look(metrics["env_steps"])
         if time.perf_counter() - began > limit:
             stop()
 
     def on_evaluation(metrics: dict[str, Any], stop: Any) -> None:
-        curve.append((round(time.perf_counter() - began, 1), metrics["env_steps"], round(metrics["mean"], 1)))
+        told, took = time.perf_counter() - began, metrics["seconds"]
+        curve.append((round(told, 1), metrics["env_steps"], round(metrics["mean"], 1), round(took, 1)))
 
     with tempfile.TemporaryDirectory() as folder:
         run = api.train(
@@ -144,6 +149,7 @@ def train(game: str, settings: dict[str, Any], seed: int, limit: float, turns: I
     returns = [(r["env_steps"], round(r["episode_return"], 1)) for r in records if "episode_return" in r]
     return {
         "notices": said,
+        "seconds_to_start": started[0],
         **rates(records),
         "samples_per_insert": run.summary["samples_per_insert"],
         "test": run.summary.get("test"),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
+import pytest
 import torch
 
 from qfleet.algo.targets import lambda_returns
 from qfleet.bench.fused import build_loop, cartpole_pqn
 from qfleet.core.spec import PLAIN
+from qfleet.experiment import with_changes
+from qfleet.presets import preset
 from qfleet.roles.fused.rollout_loop import RolloutLoop
 
 
@@ -36,3 +41,28 @@ def test_targets_are_the_values_of_what_follows() -> None:
     assert terminated.any()
     assert data.weight is not None
     assert 0 < data.weight.sum() < 240
+
+
+def test_a_rehearsal_leaves_the_loop_as_it_is() -> None:
+    loops = [build_loop(cartpole_pqn(envs=6, ticks=8, epochs=2, minibatches=2, width=16)) for _ in range(2)]
+    assert isinstance(loops[0], RolloutLoop)
+    loops[0]._rehearse(deepcopy(loops[0].update.online))
+    for loop in loops:
+        for _ in range(3):
+            loop.advance()
+    first, second = (loop.update.flat.to_numpy() for loop in loops)
+    assert (first == second).all(), "the first has rehearsed"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_kernels_are_rehearsed_and_the_loop_learns_the_same() -> None:
+    settings = {"device": "cuda", "accel.compile": "off", "actor.envs": 64, "env_steps": 100_000}
+    loops = [build_loop(with_changes(preset("minatar:breakout"), settings)) for _ in range(2)]
+    assert all(isinstance(loop, RolloutLoop) and loop._rehearsal is not None for loop in loops)
+    loops[0]._rehearsal.end()
+    loops[1]._rehearsal.end()
+    loops[1]._rehearse(deepcopy(loops[1].update.online))  # raises what a thread would keep to itself
+    for loop in loops:
+        loop.advance()
+    assert torch.equal(loops[0].update.flat.parameters, loops[1].update.flat.parameters)

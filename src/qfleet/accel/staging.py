@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from qfleet.accel.transfers import Link, Mark
-from qfleet.algo.batch import assemble
+from qfleet.algo.batch import arrays_of, assemble, form_of
 from qfleet.core.tensors import TensorBatch
 from qfleet.core.types import Array, Batch
 
 SLOTS = 3
 """One batch that is learned from, one that is ready, and one that is being copied."""
+_ALIGNED = 256
+"""Bytes to a multiple of which arrays begin, as those do that the device allocates."""
 Result = TypeVar("Result")
 Recorder = Callable[[Callable[[], object]], Callable[[], object]]
 """Returns what does a piece of work that stays in place: the work itself, or a recording of it."""
@@ -64,39 +66,42 @@ class Staging(Generic[Result]):
 
 
 class _Slot(Generic[Result]):
-    """Memory for one batch, made when it is first needed and anew where a shape changes, and the work that reads it."""
+    """Memory for one batch, made when it is first needed and anew when its form changes, and the work that reads it.
+
+    All arrays of a batch lie in one piece, so that they go up in one copy.
+    """
 
     _batch: TensorBatch
     _result: Result
     _run: Callable[[], object]
     _copied: Mark
+    _host: Tensor
+    _device: Tensor
 
     def __init__(self, link: Link, work: Callable[[TensorBatch], Result], record: Recorder) -> None:
         self._link, self._work, self._record = link, work, record
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        """For each array of a batch, its memory on the host and on the device."""
-        self._filled = 0
-        self._form: list[int] = []
-        """What a recording depends on: the batch's size, and the ids of its memory (new memory is made before the old
-        is given up, so its id is another)."""
+        self._form: tuple[object, ...] = ()
+        """What memory and recording depend on: the batch's size, and its arrays' names, shapes and types."""
+        self._places: list[Array] = []
+        """Where each array is written, in the memory on this side."""
         self._read: Mark | None = None
 
     def fill(self, batch: Batch) -> None:
         """Start the copy of a batch."""
         if self._form:
             self._copied.synchronize()  # the last copy still reads the memory on this side until then
-        self._filled = 0
+        arrays, form = arrays_of(batch), form_of(batch)
         # Memory of the device that is made or given up here belongs to the queue for copies, like all that writes it.
         with self._link.aside():
-            if self._read is not None:
+            if form != self._form:
+                self._make(batch, arrays)
+                self._form = form
+            elif self._read is not None:
                 self._link.wait(self._read)
-            self._batch = assemble(batch, self._put)
+            for place, array in zip(self._places, arrays, strict=True):
+                np.copyto(place, array)
+            self._link.copy(self._device, self._host)
             self._copied = self._link.mark()
-        form = [self._batch.size, *(id(device) for _, device in self._pairs[: self._filled])]
-        if form != self._form:
-            if self._read is not None:
-                self._read.synchronize()  # the work's own memory, which is given up now, may still be in use
-            self._form, self._run = form, self._record(self._do)
 
     def use(self) -> Result:
         """Let the device work on the batch when its copy has arrived."""
@@ -108,22 +113,25 @@ class _Slot(Generic[Result]):
     def _do(self) -> None:
         self._result = self._work(self._batch)
 
-    def _put(self, array: Array) -> Tensor:
-        """Start the copy of the batch's next array; return where it will be."""
-        host, device = self._pair(array)
-        np.copyto(host.numpy(), array)
-        self._link.copy(device, host)
-        self._filled += 1
-        return device
+    def _make(self, batch: Batch, arrays: Sequence[Array]) -> None:
+        """Make memory for batches of this form, and what does the work on it."""
+        if self._read is not None:
+            self._read.synchronize()  # the memory that is given up now may still be in use, the work's own too
+        ends = np.cumsum([-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays]).tolist()
+        self._host = self._link.host((ends[-1],), torch.uint8)
+        self._device = self._link.device((ends[-1],), torch.uint8)
+        begins = [0, *ends[:-1]]
+        self._places = [
+            self._host[begin : begin + array.nbytes].numpy().view(array.dtype).reshape(array.shape)
+            for begin, array in zip(begins, arrays, strict=True)
+        ]
+        parts = (
+            self._device[begin : begin + array.nbytes].view(_dtype(array)).view(array.shape)
+            for begin, array in zip(begins, arrays, strict=True)
+        )
+        self._batch = assemble(batch, lambda array: next(parts))
+        self._run = self._record(self._do)
 
-    def _pair(self, array: Array) -> tuple[Tensor, Tensor]:
-        if self._filled == len(self._pairs):
-            self._pairs.append(self._made(array))
-        host, _ = self._pairs[self._filled]
-        if host.shape != array.shape or host.numpy().dtype != array.dtype:
-            self._pairs[self._filled] = self._made(array)
-        return self._pairs[self._filled]
 
-    def _made(self, array: Array) -> tuple[Tensor, Tensor]:
-        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-        return self._link.host(array.shape, dtype), self._link.device(array.shape, dtype)
+def _dtype(array: Array) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype

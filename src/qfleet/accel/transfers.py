@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -47,6 +48,8 @@ class CudaLink:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Kept, as to ask torch for the present stream takes as long as to queue something there.
+        self._computing = self._present = torch.cuda.current_stream(device)
 
     def host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return pinned memory."""
@@ -56,9 +59,15 @@ class CudaLink:
         """Return memory of the GPU that belongs to the present stream."""
         return torch.empty(shape, dtype=dtype, device=self._device)
 
-    def aside(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def aside(self) -> Iterator[None]:
         """Return the context of the stream for copies."""
-        return torch.cuda.stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            self._present = self._stream
+            try:
+                yield
+            finally:
+                self._present = self._computing
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Queue a copy."""
@@ -67,10 +76,10 @@ class CudaLink:
     def mark(self) -> torch.cuda.Event:
         """Record an event. Whoever waits for it sleeps: actors need the core more than the learner does."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(self._present)
         return event
 
     def wait(self, mark: Mark) -> None:
         """Let the present stream wait for an event."""
         assert isinstance(mark, torch.cuda.Event)
-        torch.cuda.current_stream(self._device).wait_event(mark)
+        self._present.wait_event(mark)

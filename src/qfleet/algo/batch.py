@@ -32,6 +32,23 @@ def assemble(batch: Batch, put: Callable[[Array], Tensor]) -> TensorBatch:
     )
 
 
+def arrays_of(batch: Batch) -> list[Array]:
+    """Return the arrays of a batch in the order in which `assemble` puts them."""
+    masks = [mask for mask in (batch.mask, batch.next_mask) if mask is not None]
+    seen, following = batch.observation.values(), batch.next_observation.values()
+    return [*seen, batch.action, batch.reward, batch.discount, *following, batch.weight, *masks]
+
+
+def form_of(batch: Batch) -> tuple[object, ...]:
+    """Return what two batches have in common that `assemble` makes the same of, but for the numbers."""
+    names = (*batch.observation, None, *batch.next_observation, batch.mask is None, batch.next_mask is None)
+    return (
+        batch.global_size or len(batch.action),
+        names,
+        *((array.shape, array.dtype) for array in arrays_of(batch)),
+    )
+
+
 def leaves_to_tensors(leaves: Leaves, device: torch.device) -> dict[str, Tensor]:
     """Return each leaf as a tensor on the device."""
     return {name: to_tensor(leaf, device) for name, leaf in leaves.items()}

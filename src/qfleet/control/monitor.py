@@ -215,6 +215,7 @@ class Monitor:
             "best": result.best,
             "target": self.experiment.evaluation.target,
             "returns": result.returns.tolist(),
+            "seconds": result.seconds,
         }
         self.announce(event)
         if self.callbacks.on_evaluation is not None:

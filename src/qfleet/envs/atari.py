@@ -45,7 +45,8 @@ class AtariConfig(Config):
     max_frames: int = Field(108_000, ge=1)
     """Frames (4 for each step) after which a game is truncated; 108,000 are 30 minutes of play."""
     threads: int = Field(0, ge=0)
-    """Threads that step the games; 0 for as many as there are cores. Results do not depend on it."""
+    """Threads that step an actor's games; 0 for as many as there are cores, which evaluations always have: the
+    run may wait for their score. Results do not depend on it."""
     reseed_every: int = Field(20_000, ge=1)
     """A game's first end after this many steps of its environment is followed by a seeded reset (about 0.1 s).
 
@@ -61,7 +62,7 @@ class AtariEnv(VectorEnv):
     """
 
     def __init__(self, config: AtariConfig, num_envs: int, evaluation: bool = False) -> None:
-        self._env = _build(config, num_envs)
+        self._env = _build(config, num_envs, threads=0 if evaluation else config.threads)
         layout = _stacked_layout(config.game, self._env)
         super().__init__(layout, num_envs, RewardShaping(clip=None if evaluation else config.reward_clip))
         self._config = config
@@ -197,7 +198,7 @@ def _hide_older_frames(stacks: Array, age: Ints) -> None:
         stacks[index, : STACK - 1 - age[index]] = 0
 
 
-def _build(config: AtariConfig, num_envs: int) -> Any:
+def _build(config: AtariConfig, num_envs: int, threads: int) -> Any:
     try:
         from ale_py import roms
         from ale_py.vector_env import AtariVectorEnv
@@ -210,7 +211,7 @@ def _build(config: AtariConfig, num_envs: int) -> Any:
         return AtariVectorEnv(
             config.game,
             num_envs,
-            num_threads=config.threads,
+            num_threads=threads,
             max_num_frames_per_episode=config.max_frames,
             repeat_action_probability=config.sticky_actions,
             full_action_space=config.full_action_set,

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import deepcopy
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from qfleet.accel.rehearsal import Rehearsal
 from qfleet.algo.agent import RolloutAgent
 from qfleet.algo.flat import FlatParameters
+from qfleet.algo.networks import QNetwork
 from qfleet.algo.rollouts import RolloutTensors
 from qfleet.algo.targets import allow, lambda_returns
-from qfleet.algo.updates import RolloutUpdate
+from qfleet.algo.updates import RolloutUpdate, build_update
 from qfleet.roles.fused.loop import Loop, Progress
 from qfleet.roles.fused.memory import require_memory
 from qfleet.roles.fused.setup import FusedSetup
@@ -30,6 +34,10 @@ class RolloutLoop(Loop):
         require_memory(setup, self.update.flat.parameters.numel())
         self._latest: dict[str, Tensor] = {}
         self._working = self.recording(self._work)
+        # While torch's compiler fuses the game, which is mostly waiting, our kernels for the network can be compiled.
+        self._rehearsal = (
+            Rehearsal(partial(self._rehearse, deepcopy(self.update.online))) if self.choices.small_cnn else None
+        )
 
     @property
     def evaluated(self) -> FlatParameters:
@@ -49,7 +57,31 @@ class RolloutLoop(Loop):
         return Progress(self.count_steps(), made, tried, tried - made, tried if made == 0 else 0)
 
     def _work(self) -> None:
-        self._latest = self.update.learn(self._play()).metrics
+        played = self._play()
+        if self._rehearsal is not None:
+            self._rehearsal.end()
+        self._latest = self.update.learn(played).metrics
+
+    def _rehearse(self, online: QNetwork) -> None:
+        """Act and learn with a network of the same shape, on what is seen now."""
+        setup, ticks = self.setup, self._agent.rollout_length
+        generator = torch.Generator(self.device)
+        update = build_update(
+            setup.agent, online, setup.optim, generator, 1, gradient=self.choices.gradient, stepper=self.choices.stepper
+        )
+        assert isinstance(update, RolloutUpdate)
+        seen = self.player.env.observe(self.player.state)
+        self.choices.values(online)(seen)
+        samples = ticks * setup.actor.envs
+        update.prepare()
+        update.learn(
+            RolloutTensors(
+                observation={name: torch.cat([leaf] * ticks) for name, leaf in seen.items()},
+                action=torch.zeros(samples, dtype=torch.int64, device=self.device),
+                goal=torch.zeros(samples, device=self.device),
+                weight=torch.ones(samples, device=self.device),
+            )
+        )
 
     @torch.no_grad()
     def _play(self) -> RolloutTensors:

@@ -6,8 +6,8 @@
 `--beside` plays so many games with ale-py's vector alone, on all cores and with random actions, in turns with training,
 whose processes are stopped meanwhile: machines that others use too change their pace from minute to minute. Training's
 share is the median of what each of its stretches made of the two raw ones around it. The recipe `fast` is for
-wall-clock; `dopamine` is the DQN that Dopamine publishes curves of, for 10M frames, with batches four times as large
-and as rare and twice its rate. `train_return` is the mean of the training episodes that ended last.
+wall-clock; `dopamine` is the DQN that Dopamine publishes curves of, for 10M frames. `train_return` is the mean of the
+training episodes that ended last.
 """
 
 from __future__ import annotations
@@ -52,18 +52,13 @@ RECIPES: dict[str, dict[str, Any]] = {
     "fast": {
         "agent.n_step": 3,
         "agent.double": True,
-        "agent.target": {"kind": "hard", "period": 250},
-        "learner.batch_size": 256,
-        "learner.train_period": 32.0,
-        "optim.lr": 3e-4,
+        "learner.updates_per_draw": 16,
+        "optim.lr": 1e-4,
         "exploration.steps": 200_000,
         "env_steps": 6_000_000,
     },
     "dopamine": {
-        "agent.target": {"kind": "hard", "period": 500},
-        "learner.batch_size": 128,
-        "learner.train_period": 16.0,
-        "optim.lr": 1.25e-4,
+        "learner.updates_per_draw": 16,
         "env_steps": 2_500_000,
         "evaluation.every": 500_000,
         "replay.capacity": 1_000_000,

@@ -132,6 +132,8 @@ class Experiment(Config):
         prioritised = self.replay.sampler.kind == "prioritised"
         noisy = isinstance(self.agent, ReplayAgent) and self.agent.noisy
         learner, memory, shards = self.learner, self._memory, self.replay.shards
+        drawn = learner.updates_per_draw
+        times = "" if drawn == 1 else f" times learner.updates_per_draw {drawn}"
         ordered = self.lockstep and self.placement != "inline"
         servers = self.inference.servers if isinstance(self.inference, ServedInference) else 0
         # Twice a sequence for each environment, since whole segments of rows are dropped.
@@ -149,15 +151,20 @@ class Experiment(Config):
              f"learner.evaluated 'target' needs agent.kind 'replay': '{self.agent.kind}' has no target network"),
             (replaying and learner.batch_size > self.replay.capacity,
              f"learner.batch_size {learner.batch_size} exceeds replay.capacity {self.replay.capacity}"),
+            (drawn > 1 and (not replaying or memory is not None),
+             f"learner.updates_per_draw {drawn} is for agents that learn from transitions of a replay: set it to 1"),
+            (drawn > 1 and learner.batch_size % self.learners != 0,
+             f"learner.updates_per_draw {drawn} needs a learner.batch_size that is a multiple of learners"
+             f" {self.learners}, not {learner.batch_size}"),
             (replaying and learner.learning_starts > self.replay.capacity,
              f"learner.learning_starts {learner.learning_starts} exceeds replay.capacity {self.replay.capacity}:"
              " learning would never start"),
             (replaying and learner.learning_starts >= self.env_steps,
              f"learner.learning_starts {learner.learning_starts} is not below env_steps {self.env_steps}:"
              " nothing would be learned"),
-            (replaying and 0 < self.env_steps - learner.learning_starts < learner.train_period,
-             f"learner.train_period {learner.train_period} exceeds the {self.env_steps - learner.learning_starts} steps"
-             " that env_steps leaves after learner.learning_starts: nothing would be learned"),
+            (replaying and 0 < self.env_steps - learner.learning_starts < drawn * learner.train_period,
+             f"learner.train_period {learner.train_period}{times} exceeds the"
+             f" {self.env_steps - learner.learning_starts} steps that env_steps leaves after learner.learning_starts: nothing would be learned"),
             (replaying and self.exploration.kind == "none" and not noisy,
              "exploration.kind 'none' needs agent.noisy True: nothing else would make the agent explore"),
             (self.learners > 1 and self.placement == "inline",

@@ -100,6 +100,7 @@ def shard_setup(experiment: Experiment, spec: EnvSpec, directory: Path, index: i
         gamma=agent.gamma,
         normalise_rewards=experiment.normalise_rewards,
         batch_size=experiment.learner.batch_size,
+        updates_per_draw=experiment.learner.updates_per_draw,
         train_period=experiment.learner.train_period,
         learning_starts=experiment.learner.learning_starts,
         beta=_beta(experiment),
@@ -135,7 +136,8 @@ def _why_not_mirrored(experiment: Experiment, spec: EnvSpec, device: str) -> str
     if replay.storage.kind != "ram":
         return f"the rows are stored as '{replay.storage.kind}': set replay.storage.kind to 'ram'"
     message = experiment.actor.envs * experiment.actor.unroll * experiment.actor.groups
-    under_way = MIRROR_LAG * (experiment.learner.train_period + experiment.all_actors * message)
+    drawn = experiment.learner.updates_per_draw * experiment.learner.train_period
+    under_way = MIRROR_LAG * (drawn + experiment.all_actors * message)
     if replay.capacity < under_way:
         return f"rows could be replaced before the learner has copied them: raise replay.capacity to {under_way:,.0f}"
     needed = replay.capacity * sum(leaf.frame_bytes for leaf in spec.observations.values())

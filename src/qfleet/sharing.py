@@ -51,7 +51,8 @@ def shared_bytes(experiment: Experiment, spec: EnvSpec, code: UserCode) -> dict[
     shard = shard_setup(experiment, spec, shared_memory_root())
     steps = 2 if shard.sequence is None else shard.sequence.length + 1
     row = row_bytes(experiment.replay.storage, spec, shard.sequence is not None, shard.extras)
-    batches = experiment.replay.shards * slots * experiment.learner.batch_size
+    drawn = experiment.learner.batch_size * experiment.learner.updates_per_draw
+    batches = experiment.replay.shards * slots * drawn
     return {
         "replay.capacity": experiment.replay.capacity * row,
         "learner.batch_size": batches * steps * stacks,

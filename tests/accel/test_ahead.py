@@ -111,6 +111,21 @@ def test_the_device_says_later_whether_a_step_was_made(device):
     assert torch.equal(one.target_flat.parameters, other.target_flat.parameters)
 
 
+def test_the_device_says_how_many_of_a_batchs_updates_were_made(device):
+    batches = [dataclasses.replace(batch, updates=3) for batch in make_batches(VECTORS, 6, 4)]
+    batches[2].reward[2:4] = np.nan  # those of the second update
+    link = CudaLink(device) if device.type == "cuda" else HastyLink(late=2)
+    results = []
+    for updating in (OneByOne, partial(Ahead, link=link, period=1, record=lambda work: work)):
+        update = device_update(device)
+        finished = learn_from(updating(update), batches)
+        assert [(result.updates, result.skipped) for _, result in finished] == [(3, 0), (3, 0), (2, 1), (3, 0)]
+        assert np.flatnonzero(np.isnan(finished[2][1].priority)).tolist() == [2, 3]
+        results.append((np.array(told(finished)[0][3]).tolist(), update.flat.to_numpy().tobytes(), update.updates))
+    assert results[0] == results[1]
+    assert results[0][2] == 11
+
+
 def test_a_batch_that_says_what_is_new_in_the_replay_is_learned_from_too(device):
     batches = [dataclasses.replace(batch, fresh=np.arange(3)) for batch in make_batches(VECTORS, 8, 3)]
     link = CudaLink(device) if device.type == "cuda" else HastyLink(late=2)
@@ -140,9 +155,11 @@ def test_the_learning_rate_follows_its_schedule_period_by_period(device):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.usefixtures("switches_put_back")
+@pytest.mark.parametrize("updates", [1, 4])
 @pytest.mark.parametrize(("kernels", "recorded"), [("off", False), ("auto", False), ("auto", True)])
-def test_on_a_gpu_it_learns_the_same_to_the_bit(device, kernels, recorded):
-    batches, results = make_batches(FRAMES, 32, 24, spoilt=(5,)), []
+def test_on_a_gpu_it_learns_the_same_to_the_bit(device, kernels, recorded, updates):
+    single = make_batches(FRAMES, 32 * updates, 24, spoilt=(5,))
+    batches, results = [dataclasses.replace(batch, updates=updates) for batch in single], []
     config, optim = NatureConfig(), AdamConfig(lr=1e-4)
     for ahead in (False, True):
         network = build_network(config, AGENT, FRAMES, seed=0).to(device)

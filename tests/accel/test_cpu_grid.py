@@ -14,7 +14,7 @@ pytest.importorskip("numba")
 
 from qfleet.accel.cpu_grid import CompiledGrid
 from qfleet.core.spec import EnvSpec, LeafSpec
-from qfleet.replay.grid import Grid, split
+from qfleet.replay.grid import Grid, split_sample
 from qfleet.replay.samplers import PrioritisedConfig, UniformConfig
 
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def test_a_split_sample_is_the_same_items(masked):
     for tick in ticks(case):
         grid.add(*tick)
     whole = grid.sample(12, 1.0)
-    parts = split(whole, 4)
+    parts = split_sample(whole, 4)
     assert len(parts) == 4
     for number, part in enumerate(parts):
         rows = slice(3 * number, 3 * number + 3)

@@ -192,6 +192,44 @@ def test_a_non_finite_update_is_skipped_and_changes_nothing(agent, bad):
     assert update(good).updates == 1
 
 
+@pytest.mark.parametrize("name", REPLAY_AGENTS)
+def test_a_batch_for_several_updates_teaches_what_they_teach_one_by_one(name):
+    """The second of the three is not finite: it is left out, and only its items get no priority."""
+    single = batches(3)
+    single[1].reward[2] = np.nan
+    joined = joined_batch(single)
+    apart, together = make(REPLAY_AGENTS[name]), make(REPLAY_AGENTS[name])
+    results = [apart(batch) for batch in single]
+    result = together(joined)
+    assert (result.updates, result.skipped) == (2, 1)
+    np.testing.assert_array_equal(together.flat.to_numpy(), apart.flat.to_numpy())
+    first, second, third = np.split(result.priority, 3)
+    np.testing.assert_array_equal(first, results[0].priority)
+    assert np.isnan(second).all()
+    np.testing.assert_array_equal(third, results[2].priority)
+
+
+def test_a_batch_for_several_updates_of_which_none_is_finite_is_skipped():
+    single = batches(2)
+    for batch in single:
+        batch.reward[:] = np.nan
+    result = make(ReplayAgent())(joined_batch(single))
+    assert (result.updates, result.skipped, result.priority) == (0, 2, None)
+
+
+def joined_batch(single):
+    """The items of several batches as one message, for an update each."""
+
+    def join(values):
+        if isinstance(values[0], dict):
+            return {name: join([value[name] for value in values]) for name in values[0]}
+        return np.concatenate(values) if isinstance(values[0], np.ndarray) else values[0]
+
+    fields = {f.name: join([getattr(batch, f.name) for batch in single]) for f in dataclasses.fields(single[0])}
+    fields["global_size"] = sum(batch.global_size or len(batch.action) for batch in single)
+    return dataclasses.replace(single[0], **{**fields, "updates": len(single)})
+
+
 def test_the_learner_feeds_the_running_statistics():
     update = make(ReplayAgent(), network=SMALL.replace(input=InputConfig(normalize=True)))
     data = batches(3)

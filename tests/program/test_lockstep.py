@@ -15,11 +15,12 @@ from qfleet.observe.sinks import read_jsonl
 
 SLOW = pytest.mark.slow
 LOCKSTEP = {"placement": "processes", "lockstep": True}
-TIMED = ("time", "wall_s", "env_steps_per_s", "updates_per_s", "eta_s", "bottleneck")
+TIMED = ("time", "wall_s", "seconds", "env_steps_per_s", "updates_per_s", "eta_s", "bottleneck")
 EVERY_ROUND_S = 1e-9
 CASES: dict[str, dict[str, Any]] = {
     "dqn": {},
     "prioritised": {"agent.n_step": 3, "actors": 2, "actor.envs": 4},
+    "nstep": {"learner.updates_per_draw": 3, "learner.train_period": 4.0},
     "pqn": {"actors": 2, "actor.envs": 4, "agent.rollout_length": 8},
     "tabular": {"actors": 2, "actor.envs": 1, "env_steps": 120, "evaluation.every": 50},
     "r2d2": {"actors": 2, "actor.envs": 4, "learner.train_period": 24.0},

@@ -21,9 +21,9 @@ def test_trap_9_more_environments_do_not_change_updates_per_step(envs, actors, u
     assert run.summary["policy_lag_mean"] <= envs * actors * unroll / 4 + 1
 
 
-@pytest.mark.parametrize("ratio", [0.5, 4.0, 32.0])
+@pytest.mark.parametrize(("ratio", "drawn"), [(0.5, 1), (4.0, 1), (32.0, 1), (4.0, 5)])
 @pytest.mark.parametrize("placement", ["inline", "processes"])
-def test_samples_per_insert_are_within_five_percent(placement, ratio, tmp_path):
+def test_samples_per_insert_are_within_five_percent(placement, ratio, drawn, tmp_path):
     """Whether the learner or the actors are the slower side, with two actors that do not wait for each other."""
     steps = {0.5: 12_000, 4.0: 3000, 32.0: 1500}[ratio]
     changes = {
@@ -32,6 +32,7 @@ def test_samples_per_insert_are_within_five_percent(placement, ratio, tmp_path):
         "network.hidden": [16],
         "learner.batch_size": BATCH,
         "learner.train_period": BATCH / ratio,
+        "learner.updates_per_draw": drawn,
         "learner.learning_starts": STARTS,
         "checkpoint.every": steps,
         "evaluation": {"every": steps, "episodes": 1, "envs": 1, "test_episodes": 1, "target": None},

@@ -36,7 +36,7 @@ def experience(sequence: int, streams: int = 4, source: str = "actor-0") -> Expe
 
 
 def make_shard(
-    ranks: int = 1, train_period: float = 4.0, learning_starts: int = 8, batch_size: int = 6
+    ranks: int = 1, train_period: float = 4.0, learning_starts: int = 8, batch_size: int = 6, updates_per_draw: int = 1
 ) -> tuple[ReplayShard, ShardHandles]:
     setup = ShardSetup(
         replay=ReplayConfig(capacity=1000, sampler=PrioritisedConfig()),
@@ -52,6 +52,7 @@ def make_shard(
         seed=0,
         index=0,
         directory=None,
+        updates_per_draw=updates_per_draw,
     )
     handles = ShardHandles(
         experience=(Edge(),),
@@ -118,6 +119,24 @@ def test_ranks_share_one_draw_without_gap_or_overlap(ranks):
     for rank, part in enumerate(parts):
         assert np.array_equal(part.weight, whole.weight[rank::ranks])
         assert np.array_equal(part.observation[PLAIN], whole.observation[PLAIN][rank::ranks])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_updates_drawn_at_once_each_get_their_share_of_every_part_of_the_draw(ranks):
+    """All priorities are equal, so a draw of 12 from 12 items has them all, in order; 3 updates of 4 are dealt them."""
+    shard, handles = make_shard(ranks=ranks, batch_size=4, updates_per_draw=3, train_period=1.0, learning_starts=12)
+    for sequence in range(4):
+        handles.experience[0].send(experience(sequence))
+        shard.step()
+    assert handles.samples.total() == 3
+    parts = [edge.receive() for edge in handles.batches]
+    items = np.sort(np.concatenate([part.index for part in parts]))
+    assert len(items) == 12
+    for part in parts:
+        assert (part.updates, part.global_size, len(part.index)) == (3, 12, 12 // ranks)
+    for update in range(3):
+        own = np.concatenate([np.split(part.index, 3)[update] for part in parts])
+        assert np.array_equal(np.sort(np.searchsorted(items, own)) // 3, np.arange(4)), "one of every three in a row"
 
 
 def test_actors_take_turns_when_the_limiter_is_tight():

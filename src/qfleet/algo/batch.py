@@ -29,6 +29,7 @@ def assemble(batch: Batch, put: Callable[[Array], Tensor]) -> TensorBatch:
         mask=None if batch.mask is None else put(batch.mask),
         next_mask=None if batch.next_mask is None else put(batch.next_mask),
         size=batch.global_size or len(batch.action),
+        updates=batch.updates,
     )
 
 
@@ -44,6 +45,7 @@ def form_of(batch: Batch) -> tuple[object, ...]:
     names = (*batch.observation, None, *batch.next_observation, batch.mask is None, batch.next_mask is None)
     return (
         batch.global_size or len(batch.action),
+        batch.updates,
         names,
         *((array.shape, array.dtype) for array in arrays_of(batch)),
     )

@@ -50,10 +50,11 @@ class UpdateResult:
 class Learned:
     """What came of one batch that was on the device already."""
 
-    made: bool | Tensor
-    """Whether the gradient step was made; it is left out if loss or gradient is not finite."""
+    made: int | Tensor
+    """How many gradient steps were made; one is left out if loss or gradient is not finite."""
     priority: Tensor
-    """[B] new priorities of the batch's items; not finite if the step was left out."""
+    """[B] new priorities of the batch's items; of a step that was left out, not finite, or of no meaning if none was
+    made and the host knows."""
     metrics: dict[str, Tensor]
     """Scalars on the device, still to be read."""
 
@@ -178,12 +179,17 @@ class ReplayUpdate(DeepUpdate):
     def __call__(self, message: Batch) -> UpdateResult:
         """Learn from one batch."""
         learned = self.learn(to_tensors(message, self._device))
-        if not learned.made:
-            return UpdateResult(0, skipped=1, metrics=learned.metrics)
-        return UpdateResult(1, priority=learned.priority.cpu().numpy(), metrics=learned.metrics)
+        made = int(learned.made)
+        priority = learned.priority.cpu().numpy() if made else None
+        return UpdateResult(made, skipped=message.updates - made, priority=priority, metrics=learned.metrics)
 
     def learn(self, batch: TensorBatch) -> Learned:
-        """Learn from one batch that is on the device."""
+        """Learn from one batch that is on the device, in as many updates as it is for."""
+        if batch.updates > 1:
+            return _in_turn([self._learn_once(part) for part in batch.split(batch.updates)])
+        return self._learn_once(batch)
+
+    def _learn_once(self, batch: TensorBatch) -> Learned:
         if self.seen is not None:
             batch = self.seen(batch)
         if self._agent.noisy:
@@ -207,6 +213,17 @@ class ReplayUpdate(DeepUpdate):
         """Continue from what `state_dict` returned."""
         super().load_state_dict(state)
         self.target_flat.load_numpy(state["target"])
+
+
+def _in_turn(learned: list[Learned]) -> Learned:
+    """Return what came of several updates as one: all priorities, and the numbers of the last."""
+    if isinstance(learned[0].made, Tensor):
+        made: int | Tensor = torch.stack([torch.as_tensor(one.made) for one in learned]).sum()
+        priority = [one.priority for one in learned]
+    else:
+        made = sum(int(one.made) for one in learned)
+        priority = [one.priority if one.made else one.priority * math.nan for one in learned]
+    return Learned(made, torch.cat(priority), learned[-1].metrics)
 
 
 class RolloutUpdate(DeepUpdate):

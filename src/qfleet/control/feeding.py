@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,11 +38,11 @@ class FeedCost:
     store: float
     """Of the shard, for each row."""
     draw: float
-    """Of the shard, for each batch."""
+    """Of the shard, for each update."""
     message: float
-    """Packing, copying and unpacking a batch."""
+    """Packing, copying and unpacking, for each update."""
     update: float
-    """Of the learner, publishing included; it and its GPU work at the same time."""
+    """Of the learner, for each of them, publishing included; it and its GPU work at the same time."""
 
 
 def feed_cost(setup: LearnerSetup, config: ReplayConfig, mirrored: bool) -> FeedCost:
@@ -54,7 +55,9 @@ def feed_cost(setup: LearnerSetup, config: ReplayConfig, mirrored: bool) -> Feed
     if mirrored:
         replay.store.mirror()
     message = experience(setup.spec, math.ceil(setup.learner.train_period / STREAMS), STREAMS)
-    size, rows, numbers = setup.learner.batch_size, len(message.action), itertools.count()
+    rows, numbers = len(message.action), itertools.count()
+    updates = setup.learner.updates_per_draw
+    draw = partial(replay.sample, setup.learner.batch_size, updates=updates)
 
     def store() -> None:
         replay.append(dataclasses.replace(message, sequence=next(numbers)))
@@ -64,11 +67,11 @@ def feed_cost(setup: LearnerSetup, config: ReplayConfig, mirrored: bool) -> Feed
     batches = []
     for _ in range(BATCHES):
         store()
-        batches.append(codec.roundtrip(replay.sample(size)))
+        batches.append(codec.roundtrip(draw()))
     return FeedCost(
         store=seconds_of(store) / rows,
-        draw=seconds_of(lambda: replay.sample(size)),
-        message=seconds_of(lambda: codec.roundtrip(batches[-1])),
+        draw=seconds_of(draw) / updates,
+        message=seconds_of(lambda: codec.roundtrip(batches[-1])) / updates,
         update=_update_seconds(setup, batches, _Rows(replay) if mirrored else None),
     )
 
@@ -93,7 +96,8 @@ def _update_seconds(setup: LearnerSetup, batches: list[Batch], rows: _Rows | Non
         if rows is not None:
             learning.look_at(rows, setup, whole=True)
         updating = learning.updating(setup)
-        update = seconds_of(lambda: _learn(updating, batches, setup.device)) / len(batches)
+        made = sum(batch.updates for batch in batches)
+        update = seconds_of(lambda: _learn(updating, batches, setup.device)) / made
         publishing = seconds_of(lambda: snapshot(learning.update.flat, Version(), 0))
     return update + publishing / setup.learner.publish_period
 

@@ -59,7 +59,7 @@ class Experience:
 
 @dataclass(frozen=True)
 class Batch:
-    """Transitions for one update, from a replay shard to a learner rank; arrays are contiguous."""
+    """Transitions for one update or a few, from a replay shard to a learner rank; arrays are contiguous."""
 
     observation: Leaves  # [B, ...] stacked
     action: Ints  # [B]
@@ -77,6 +77,8 @@ class Batch:
     """What the rewards were divided by (running reward normalisation)."""
     global_size: int = 0
     """Size of the whole batch over all learner ranks; the loss is a sum divided by this."""
+    updates: int = 1
+    """How many updates are made from it, one after the other, each from as large a part of its items, in their order."""
     fresh: Ints | None = None  # [F]
     """For a learner that has a copy of the shard's rows: those written since the last batch. The observations are then
     the rows where they lie, [B, S] for stacks of S frames or [B], and -1 is a frame of zeros."""

@@ -43,6 +43,13 @@ class GradientGroup:
             self._group.allreduce([tensor]).wait()
         return tensor
 
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the contiguous CPU tensors of all ranks, which have one shape, in the order of ranks."""
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        with self._explained("all-gather"):
+            self._group.allgather([gathered], [tensor]).wait()
+        return gathered
+
     def close(self) -> None:
         """Leave the group; the others fail at their next collective."""
         self._group.abort()

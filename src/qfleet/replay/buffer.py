@@ -228,16 +228,23 @@ class Replay:
 
     # ------------------------------------------------------------------ batches out
 
-    def sample(self, size: int, beta: float = 0.4) -> Batch:
-        """Return `size` n-step transitions; `beta` is the exponent of the importance weights."""
+    def sample(self, size: int, beta: float = 0.4, updates: int = 1) -> Batch:
+        """Return `size` n-step transitions for each of some updates; `beta` is the exponent of the importance weights.
+
+        What they are drawn from is the same for all of them, and so is what each of them gets of every part of it.
+        """
         self._check_sampling(sequences=False)
-        return self._batch(*self.sampler.draw_records(size, beta, self.store.records))
+        whole, real, weight = self.sampler.draw_records(size * updates, beta, self.store.records)
+        if updates == 1:
+            return self._batch(whole, real, weight)
+        dealt = np.arange(size * updates).reshape(size, updates).T.reshape(-1)
+        return self._batch(whole[:, dealt], real[:, dealt], weight[dealt], updates)
 
     def transitions(self, rows: Ints, weight: Floats) -> Batch:
         """Return the items at `rows` [B], which must be sampleable, as a batch."""
         return self._batch(*self.store.records.read(rows), weight)
 
-    def _batch(self, whole: Ints, real: Floats, weight: Floats) -> Batch:
+    def _batch(self, whole: Ints, real: Floats, weight: Floats, updates: int = 1) -> Batch:
         """Return the transitions whose records were read as `whole` [4, B] and `real` [2, B]."""
         (reward, discount), scale = real, 1.0
         if self.rewards:
@@ -262,6 +269,7 @@ class Replay:
                 "version": self.version,
                 "reward_scale": scale,
                 "global_size": size,
+                "updates": updates,
                 "fresh": self.store.take_fresh(),
                 "shard": 0,
                 "least": 1.0,

@@ -12,7 +12,7 @@ from torch import Tensor
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.role import State
 from qfleet.core.spec import EnvSpec, LeafSpec
-from qfleet.core.tensors import TensorBatch
+from qfleet.core.tensors import TensorBatch, split
 from qfleet.replay.device_priorities import DevicePriorities
 from qfleet.replay.device_tree import TREE_BYTES, tree_bytes
 from qfleet.replay.samplers import PrioritisedConfig, UniformConfig
@@ -296,40 +296,10 @@ class Grid:
         self.generator.set_state(state["generator"])
 
 
-def split(sample: GridSample, count: int) -> list[GridSample]:
+def split_sample(sample: GridSample, count: int) -> list[GridSample]:
     """Return `count` equally large samples in place of one."""
-    batch = sample.batch
-    sources, targets = _split_leaves(batch.observation, count), _split_leaves(batch.next_observation, count)
-    lines = (batch.action, batch.reward, batch.discount, batch.weight, sample.index, sample.generation)
-    action, reward, discount, weight, index, generation = (_split(line, count) for line in lines)
-    mask, next_mask = (None if mask is None else _split(mask, count) for mask in (batch.mask, batch.next_mask))
-    return [
-        GridSample(
-            TensorBatch(
-                observation=sources[i],
-                action=action[i],
-                reward=reward[i],
-                discount=discount[i],
-                next_observation=targets[i],
-                weight=weight[i],
-                mask=None if mask is None else mask[i],
-                next_mask=None if next_mask is None else next_mask[i],
-                size=batch.size // count,
-            ),
-            index[i],
-            generation[i],
-        )
-        for i in range(count)
-    ]
-
-
-def _split_leaves(leaves: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    parts = {name: _split(leaf, count) for name, leaf in leaves.items()}
-    return [{name: part[i] for name, part in parts.items()} for i in range(count)]
-
-
-def _split(values: Tensor, count: int) -> tuple[Tensor, ...]:
-    return values.view(count, -1, *values.shape[1:]).unbind()
+    parts = sample.batch.split(count), split(sample.index, count), split(sample.generation, count)
+    return [GridSample(*part) for part in zip(*parts, strict=True)]
 
 
 def window_factors(n_step: int, gamma: float) -> Tensor:

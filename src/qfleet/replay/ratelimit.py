@@ -9,8 +9,8 @@ from qfleet.core.role import State
 class RateLimiter:
     """One update for every `train_period` transitions inserted after the first `learning_starts`.
 
-    Sampling waits while that update is not due; inserting waits while more than `tolerance` updates are due. At any
-    time one of the two is allowed, so nothing can wait for ever.
+    Updates are drawn `together` in so many at once. Sampling waits while they are not all due; inserting waits while
+    more than `tolerance` times as many are due. At any time one of the two is allowed, so nothing can wait for ever.
     """
 
     def __init__(
@@ -20,26 +20,28 @@ class RateLimiter:
         inserts: Counter,
         updates: Counter,
         tolerance: float = 1.0,
+        together: int = 1,
     ) -> None:
         """Watch two run-wide counters: transitions inserted, and updates.
 
-        `tolerance` is how many updates may be due before inserting stops: at least 1, or both sides could stop.
+        `tolerance` is how many draws may be due before inserting stops: at least 1, or both sides could stop.
         """
         if train_period <= 0 or tolerance < 1:
             raise ValueError(f"train_period ({train_period}) must be > 0 and tolerance ({tolerance}) at least 1")
         self.train_period, self.learning_starts = train_period, learning_starts
         self.inserts, self.updates, self.tolerance = inserts, updates, tolerance
+        self._draw_period = together * train_period
         self.forgiven = 0.0
         """Transitions that were inserted (or, if negative, are missing) without counting."""
         self._owed_at_save = 0.0
 
     def may_sample(self) -> bool:
-        """Return whether one more update is due."""
-        return self.inserts.total() >= self.learning_starts and self._owed() >= self.train_period
+        """Return whether the updates of one more draw are due."""
+        return self.inserts.total() >= self.learning_starts and self._owed() >= self._draw_period
 
     def may_insert(self) -> bool:
-        """Return whether no more than `tolerance` updates are due."""
-        return self.inserts.total() < self.learning_starts or self._owed() <= self.tolerance * self.train_period
+        """Return whether the updates of no more than `tolerance` draws are due."""
+        return self.inserts.total() < self.learning_starts or self._owed() <= self.tolerance * self._draw_period
 
     def forgive(self) -> None:
         """After a restore: where the counters moved from what was saved by more than the tolerance, count from here.
@@ -48,7 +50,7 @@ class RateLimiter:
         tolerance nothing changes, so that an exact resume stays exact.
         """
         moved = self._owed() - self._owed_at_save
-        if abs(moved) > self.tolerance * self.train_period:
+        if abs(moved) > self.tolerance * self._draw_period:
             self.forgiven += moved
 
     def _owed(self) -> float:

@@ -154,23 +154,24 @@ class Learner(Role):
 
     def _learn(self, message: Message | None) -> None:
         """Take a message, if one came, and learn from this or the one before; publish when that is due."""
-        learned = self._advance(message)
+        before, period = self._batches_seen, self._setup.learner.publish_period
+        self._advance(message)
         self._account(wait=False)
         self._send_priorities()
-        if learned and self._batches_seen % self._setup.learner.publish_period == 0:
+        if self._batches_seen // period > before // period:
             self._publish()
 
-    def _advance(self, message: Message | None) -> bool:
-        """Take a message, if one came; return whether one was learned from."""
+    def _advance(self, message: Message | None) -> None:
+        """Take a message, if one came; learn from it or the one before."""
         learned = self._updating.advance(message)
         if learned is None:
-            return False
+            return
+        batches = learned.updates if isinstance(learned, Batch) else 1
         if learned.version.epoch == self._epoch:  # numbers of two epochs cannot be compared
-            self._lag_sum += self._version.number - learned.version.number
-        self._batches_seen += 1
+            self._lag_sum += batches * (self._version.number - learned.version.number)
+        self._batches_seen += batches
         if isinstance(learned, Batch | SequenceBatch):
             self._reward_scale = learned.reward_scale
-        return True
 
     def _account(self, wait: bool) -> bool:
         """Count the updates whose outcome is known by now, with `wait` all of them; return whether there were any."""

@@ -24,6 +24,9 @@ class LearnerConfig(Config):
     """Transitions of one update (sequences, for an agent with memory), over all learner ranks together."""
     train_period: float = Field(4.0, ge=1 / 256)
     """Environment steps of the whole run for each update; below 1 there are several updates for each step."""
+    updates_per_draw: int = Field(1, gt=0, le=256)
+    """Updates whose batches a replay shard draws at once: a GPU then makes them without waiting for Python in between.
+    Nothing else changes but that priorities are written back, and steps and updates alternate, in larger portions."""
     learning_starts: int = Field(1000, ge=1)
     """Stored transitions before the first update."""
     evaluated: Literal["online", "target"] = "online"

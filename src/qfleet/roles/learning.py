@@ -51,7 +51,8 @@ class Learning:
         assert self.choices is not None
         link = CudaLink(torch.device(setup.device))
         record = partial(Recording, generators=(self.generator,), enabled=self.choices.recorded)
-        return Ahead(self.update, link, setup.learner.publish_period, record, self.mirror)
+        period = max(setup.learner.publish_period // setup.learner.updates_per_draw, 1)
+        return Ahead(self.update, link, period, record, self.mirror)
 
 
 def build_learning(setup: LearnerSetup, role: str, hook: GradientHook | None) -> Learning:

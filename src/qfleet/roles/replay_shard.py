@@ -40,7 +40,7 @@ class ShardSetup:
     gamma: float
     normalise_rewards: bool
     batch_size: int
-    """Global batch: the sum over learner ranks."""
+    """Global batch of an update: the sum over learner ranks."""
     train_period: float
     learning_starts: int
     beta: Schedule
@@ -49,6 +49,8 @@ class ShardSetup:
     index: int
     directory: Path | None
     """Where the memory-mapped tier puts its files."""
+    updates_per_draw: int = 1
+    """Updates for which batches are drawn at once, and sent as one message."""
     sequence: SequenceWindow | None = None
     """How episodes are cut into sequences, for agents with memory; None for transitions."""
     extras: Mapping[str, LeafSpec] = field(default_factory=dict)
@@ -74,7 +76,7 @@ class ShardHandles:
     env_steps: Counter
     inserts: Counter
     samples: Counter
-    """Batches drawn by all shards."""
+    """Updates that all shards have drawn for."""
     standing: Publisher[Standing] | None = None
     """Where it tells how much it has to draw from; None for the only shard."""
     keep: Keep | None = None
@@ -111,6 +113,7 @@ class ReplayShard(Role):
             learning_starts=setup.learning_starts,
             inserts=handles.inserts,
             updates=handles.samples,
+            together=setup.updates_per_draw,
         )
         self._version = Version()
         self._turn = 0
@@ -203,17 +206,21 @@ class ReplayShard(Role):
 
     def _send_batch(self) -> None:
         beta = self._setup.beta.at(self._handles.env_steps.total())
-        draw = self._replay.sample_sequences if self._setup.sequence else self._replay.sample
-        batch: Batch | SequenceBatch = draw(self._setup.batch_size, beta)
+        size, updates = self._setup.batch_size, self._setup.updates_per_draw
+        batch: Batch | SequenceBatch
+        if self._setup.sequence:
+            batch = self._replay.sample_sequences(size, beta)
+        else:
+            batch = self._replay.sample(size, beta, updates)
         batch = dataclasses.replace(
             batch,
             version=self._version,
-            global_size=self._setup.batch_size,
+            global_size=size * updates,
             shard=self._setup.index,
             least=self._replay.sampler.least,
             beta=beta,
         )
-        self._handles.samples.add(1)
+        self._handles.samples.add(updates)
         ranks = len(self._handles.batches)
         for rank, sender in enumerate(self._handles.batches):
             sender.send(batch if ranks == 1 else _every(batch, rank, ranks))

@@ -114,7 +114,8 @@ class Ahead:
 
     def finished(self, wait: bool) -> list[Finished]:
         """Return what came of the batches, the oldest first, as far as the device has told; with `wait`, of all."""
-        return [(batch, _result(learned, *told)) for (batch, learned), told in self._returning.arrived(wait)]
+        arrived = self._returning.arrived(wait)
+        return [(batch, _result(batch.updates, learned, *told)) for (batch, learned), told in arrived]
 
 
 def _bring_up(message: Message, mirror: ReplayMirror | None) -> None:
@@ -123,11 +124,10 @@ def _bring_up(message: Message, mirror: ReplayMirror | None) -> None:
         mirror.bring_up(message.fresh)
 
 
-def _result(learned: Learned, priority: Any, made: Any = None) -> UpdateResult:
-    """Return what the host is told of an update; `made` is what the device says, where only it knows."""
-    if learned.made if made is None else made:
-        return UpdateResult(1, priority=priority, metrics=learned.metrics)
-    return UpdateResult(0, skipped=1, metrics=learned.metrics)
+def _result(updates: int, learned: Learned, priority: Any, told: Any = None) -> UpdateResult:
+    """Return what the host is told of a batch for so many updates; `told` is how many were made, if it had to ask."""
+    made = int(learned.made if told is None else told)
+    return UpdateResult(made, skipped=updates - made, priority=priority if made else None, metrics=learned.metrics)
 
 
 def _without_observations(batch: Batch) -> Batch:

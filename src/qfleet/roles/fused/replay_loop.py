@@ -13,7 +13,7 @@ from qfleet.algo.flat import FlatParameters
 from qfleet.algo.schedules import Schedule
 from qfleet.algo.updates import Learned, ReplayUpdate
 from qfleet.core.role import State
-from qfleet.replay.grid import GridSample, split
+from qfleet.replay.grid import GridSample, split_sample
 from qfleet.replay.samplers import UniformConfig
 from qfleet.roles.fused.loop import Loop, Progress
 from qfleet.roles.fused.memory import require_memory
@@ -201,7 +201,7 @@ class ReplayLoop(Loop):
 
     def _learn_several(self, count: int) -> None:
         """Learn from several batches that were drawn at once: to draw one alone takes nearly as long."""
-        for sample in split(self.grid.sample(count * self.setup.learner.batch_size, self._beta), count):
+        for sample in split_sample(self.grid.sample(count * self.setup.learner.batch_size, self._beta), count):
             self._of_single = self._learn_from(sample)
 
     def _learn(self) -> Learned:

@@ -19,6 +19,8 @@ from qfleet.algo.torsos import MlpConfig
 from qfleet.core.config import Config, completed, describe
 from qfleet.core.errors import ConfigError
 from qfleet.envs import EnvConfig
+from qfleet.parallel.plan import ParallelConfig
+from qfleet.parallel.serving import ServerConfig
 from qfleet.replay import ReplayConfig
 from qfleet.roles.actor import ActorConfig
 from qfleet.roles.evaluator import EvaluationConfig
@@ -109,6 +111,8 @@ class Experiment(Config):
     """How gradients become steps."""
     accel: AccelConfig = AccelConfig()
     """How updates are made fast."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How several learners share an update."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """When and how the agent is judged."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -139,6 +143,7 @@ class Experiment(Config):
         # Twice a sequence for each environment, since whole segments of rows are dropped.
         sequences = 2 * (memory.burn_in + memory.length + 1) * self.all_actors * self.actor.envs if memory else 0
         return [
+            *self.parallel.contradictions(self.learners, learner.batch_size, replaying and not memory, self.placement),
             (self.agent.kind == "tabular" and self.network.kind != "tabular",
              f"agent.kind 'tabular' needs network.kind 'tabular', not '{self.network.kind}'"),
             (self.agent.kind != "tabular" and self.network.kind == "tabular",
@@ -153,6 +158,8 @@ class Experiment(Config):
              f"learner.batch_size {learner.batch_size} exceeds replay.capacity {self.replay.capacity}"),
             (drawn > 1 and (not replaying or memory is not None),
              f"learner.updates_per_draw {drawn} is for agents that learn from transitions of a replay: set it to 1"),
+            (drawn > 1 and self.serving is not None,
+             f"learner.updates_per_draw {drawn} is for learners, not for parallel.update.kind 'server': set it to 1"),
             (drawn > 1 and learner.batch_size % self.learners != 0,
              f"learner.updates_per_draw {drawn} needs a learner.batch_size that is a multiple of learners"
              f" {self.learners}, not {learner.batch_size}"),
@@ -164,16 +171,17 @@ class Experiment(Config):
              " nothing would be learned"),
             (replaying and 0 < self.env_steps - learner.learning_starts < drawn * learner.train_period,
              f"learner.train_period {learner.train_period}{times} exceeds the"
-             f" {self.env_steps - learner.learning_starts} steps that env_steps leaves after learner.learning_starts: nothing would be learned"),
+             f" {self.env_steps - learner.learning_starts} steps that env_steps leaves after learner.learning_starts:"
+             " nothing would be learned"),
             (replaying and self.exploration.kind == "none" and not noisy,
              "exploration.kind 'none' needs agent.noisy True: nothing else would make the agent explore"),
-            (self.learners > 1 and self.placement == "inline",
+            (self.learners > 1 and self.placement == "inline" and self.serving is None,
              f"learners {self.learners} needs placement 'processes' or 'ray': inline has one learner"),
             (self.learners > 1 and not replaying,
              f"learners {self.learners} needs agent.kind 'replay', not '{self.agent.kind}'"),
             (self.learners > 1 and getattr(getattr(self.network, "input", None), "normalize", False),
              "network.input.normalize needs one learner: ranks would see other statistics; use network.input.scale"),
-            (self.learners > 1 and self.optim.schedule.kind == "plateau",
+            (self.ranks > 1 and self.optim.schedule.kind == "plateau",
              "optim.schedule.kind 'plateau' needs one learner: ranks would hear of a score at different updates"),
             (self.learners > learner.batch_size,
              f"learners {self.learners} exceeds learner.batch_size {learner.batch_size}: some would have no work"),
@@ -181,8 +189,8 @@ class Experiment(Config):
              f"replay.shards {shards} needs agent.kind 'replay'; '{self.agent.kind}' has no replay"),
             (shards > self.actors,
              f"replay.shards {shards} exceeds actors {self.actors}: some would have no work"),
-            (shards > 1 and self.learners > 1,
-             f"replay.shards {shards} needs one learner, not {self.learners}: ranks must take batches in one order"),
+            (shards > 1 and self.ranks > 1,
+             f"replay.shards {shards} needs one learner, not {self.ranks}: ranks must take batches in one order"),
             (shards > 1 and self.normalise_rewards,
              f"normalise_rewards needs one replay shard, not {shards}: shards would see other statistics; use"
              " env.reward_scale"),
@@ -192,8 +200,8 @@ class Experiment(Config):
              f"address needs placement 'ray', not '{self.placement}'"),
             (ordered and self.placement != "processes",
              f"lockstep is for placement 'processes', not '{self.placement}'"),
-            (ordered and self.learners > 1,
-             f"lockstep needs one learner, not {self.learners}: the ranks of a group step together"),
+            (ordered and self.ranks > 1,
+             f"lockstep needs one learner, not {self.ranks}: the ranks of a group step together"),
             (ordered and servers > 0,
              "lockstep needs inference.kind 'local': a server's batches depend on the time"),
             (ordered and self.actor.groups > 1,
@@ -225,6 +233,16 @@ class Experiment(Config):
             (self.topology == "fused" and bool(self.why_not_fused),
              f"topology 'fused' {self.why_not_fused}"),
         ]  # fmt: skip
+
+    @property
+    def serving(self) -> ServerConfig | None:
+        """The parameter servers, if there are any."""
+        return self.parallel.update if isinstance(self.parallel.update, ServerConfig) else None
+
+    @property
+    def ranks(self) -> int:
+        """How many processes learn: those of all replicas, each of which may be split."""
+        return self.learners * self.parallel.split
 
     @property
     def _memory(self) -> MemoryConfig | None:
@@ -274,7 +292,8 @@ class Experiment(Config):
             f"needs a tensor-native environment (env.kind 'tensor', as in the preset 'cartpole' or with"
             f" --env.kind tensor --env.game maze), not env.kind '{self.env.kind}'": self.env.kind != "tensor",
             f"has no placement '{self.placement}': it is one loop in this process": self.placement != "inline",
-            f"has one actor and one learner, not {self.actors} and {self.learners}": self.actors * self.learners > 1,
+            f"has one actor and one learner, not {self.actors} and {self.ranks}": self.actors * self.ranks > 1,
+            "has no parameter servers": self.serving is not None,
             f"has one replay, not replay.shards {self.replay.shards}": self.replay.shards > 1,
             "has no table: use agent.kind 'replay' or 'rollout'": self.agent.kind == "tabular",
             "has no replay of sequences, which agent.memory learns from": self._memory is not None,

@@ -24,6 +24,7 @@ from qfleet.core.spec import EnvSpec
 from qfleet.core.usercode import UserCode
 from qfleet.envs import env_spec
 from qfleet.experiment import Experiment, flattened, with_changes
+from qfleet.parallel.plan import ParallelConfig
 from qfleet.program import build_program, place
 from qfleet.runtime.graph import open_handles
 from qfleet.setups import learner_device, learner_setup, mirrored
@@ -112,7 +113,10 @@ def _feed(experiment: Experiment, spec: EnvSpec, code: UserCode) -> Callable[[],
         return None
 
     def timed() -> FeedCost:
-        placed = with_changes(experiment, {"placement": "processes", "device": "cuda", "actors": 1, "learners": 1})
+        placed = with_changes(
+            experiment,
+            {"placement": "processes", "device": "cuda", "actors": 1, "learners": 1, "parallel": ParallelConfig()},
+        )
         return feed_cost(learner_setup(placed, spec, code, None), placed.replay, mirrored(placed, spec))
 
     return timed

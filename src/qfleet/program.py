@@ -32,9 +32,11 @@ from qfleet.experiment import Experiment
 from qfleet.roles.actor import Actor, ActorHandles
 from qfleet.roles.evaluator import Evaluator, EvaluatorHandles
 from qfleet.roles.fused import Fused, FusedHandles
+from qfleet.roles.gradient_worker import GradientWorker, WorkerHandles
 from qfleet.roles.inference_server import AdaptiveInference, InferenceHandles, InferenceServer, ServedInference
 from qfleet.roles.learner import Learner, LearnerHandles
 from qfleet.roles.learner_setup import GroupConfig
+from qfleet.roles.parameter_server import ParameterServer, ServerHandles
 from qfleet.roles.replay_shard import ReplayShard, ShardHandles, ShardSetup
 from qfleet.runtime.graph import Graph
 from qfleet.setups import (
@@ -45,6 +47,7 @@ from qfleet.setups import (
     inference_setup,
     learner_setup,
     mirrored,
+    serving_setup,
     shard_setup,
 )
 
@@ -112,24 +115,10 @@ def build_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directo
         feeds = _add_replay(graph, experiment, spec, directory, experience)
     else:
         feeds = [Feed(batches=experience)]
-    rendezvous = f"file://{directory.resolve()}/.rendezvous-{uuid.uuid4().hex}"
-    for rank, feed in enumerate(feeds):
-        first = rank == 0  # one rank speaks for the group
-        learner = LearnerHandles(
-            rows=graph.kept("replay-0") if mirrored(experiment, spec) else None,
-            batches=feed.batches,
-            priorities=feed.priorities,
-            standings=feed.standings,
-            weights=graph.publisher("weights") if first else None,
-            models=models_in if first else None,
-            events=notices_in if first else None,
-            score=graph.subscriber("score"),
-            env_steps=graph.counter("env_steps"),
-            updates=graph.counter("updates"),
-            keep=graph.keep("learner-0") if len(feeds) == 1 else None,  # a group dies as a whole
-        )
-        group = GroupConfig(rank, len(feeds), rendezvous) if len(feeds) > 1 else None
-        graph.add(Learner, learner_setup(experiment, spec, code, group), learner)
+    if experiment.serving is not None:
+        incidents += _add_serving(graph, experiment, spec, code, feeds, models_in)
+    else:
+        _add_learners(graph, experiment, spec, code, directory, feeds, models_in, notices_in)
     evaluator = EvaluatorHandles(
         models=models_out, events=evaluated_in, score=graph.publisher("score"), keep=graph.keep("evaluator-0")
     )
@@ -229,7 +218,7 @@ def _add_replay(
             priorities=tuple(stream for part in parts for stream in part[rank].priorities),
             standings=tuple(standing for part in parts for standing in part[rank].standings),
         )
-        for rank in range(experiment.learners)
+        for rank in range(experiment.ranks)
     ]
 
 
@@ -239,12 +228,17 @@ def _add_shard(
     """Add one replay shard; returns its part of the feed of each rank."""
     several = experiment.replay.shards > 1
     ahead, prioritised = prefetch(experiment), experiment.replay.sampler.kind == "prioritised"
-    names = [f"{setup.index}-{rank}" if several else f"{rank}" for rank in range(experiment.learners)]
+    names = [f"{setup.index}-{rank}" if several else f"{rank}" for rank in range(experiment.ranks)]
     drawn = [graph.stream(f"batches-{name}", ahead, views=True, setting="learner.batch_size") for name in names]
-    written = [graph.stream(f"priorities-{name}", ahead + 2, views=True) for name in names if prioritised]
+    # The ranks of a replica find the same priorities: its first one tells them.
+    written = {
+        rank: graph.stream(f"priorities-{name}", ahead + 2, views=True)
+        for rank, name in enumerate(names)
+        if prioritised and rank % setup.split == 0
+    }
     handles = ShardHandles(
         experience=experience,
-        priorities=tuple(receiver for _, receiver in written),
+        priorities=tuple(receiver for _, receiver in written.values()),
         batches=tuple(sender for sender, _ in drawn),
         env_steps=graph.counter("env_steps"),
         inserts=graph.counter("inserts"),
@@ -256,16 +250,86 @@ def _add_shard(
     return [
         Feed(
             batches=(receiver,),
-            priorities=tuple(sender for sender, _ in written[rank : rank + 1]),
+            priorities=(written[rank][0],) if rank in written else (),
             standings=(graph.subscriber(f"standing-{setup.index}"),) if several else (),
         )
         for rank, (_, receiver) in enumerate(drawn)
     ]
 
 
+def _add_learners(
+    graph: Graph,
+    experiment: Experiment,
+    spec: EnvSpec,
+    code: UserCode,
+    directory: Path,
+    feeds: list[Feed],
+    models: Sender[Any],
+    notices: Sender[Any],
+) -> None:
+    """Add one learner for each feed; several are the ranks of a group."""
+    rendezvous = f"file://{directory.resolve()}/.rendezvous-{uuid.uuid4().hex}"
+    for rank, feed in enumerate(feeds):
+        first = rank == 0  # one rank speaks for the group
+        learner = LearnerHandles(
+            rows=graph.kept("replay-0") if mirrored(experiment, spec) else None,
+            batches=feed.batches,
+            priorities=feed.priorities,
+            standings=feed.standings,
+            weights=graph.publisher("weights") if first else None,
+            models=models if first else None,
+            events=notices if first else None,
+            score=graph.subscriber("score"),
+            env_steps=graph.counter("env_steps"),
+            updates=graph.counter("updates"),
+            keep=graph.keep(f"learner-{rank}"),
+        )
+        group = GroupConfig(rank, len(feeds), rendezvous) if len(feeds) > 1 else None
+        graph.add(Learner, learner_setup(experiment, spec, code, group), learner)
+
+
+def _add_serving(
+    graph: Graph, experiment: Experiment, spec: EnvSpec, code: UserCode, feeds: list[Feed], models: Sender[Any]
+) -> tuple[Receiver[Notice], ...]:
+    """Add workers and parameter servers in place of learners; returns the ends for their notices."""
+    assert experiment.serving is not None
+    servers, workers, notices = range(experiment.serving.servers), range(len(feeds)), []
+    pushes = {(w, s): graph.stream(f"gradients-{w}-{s}", capacity=2, views=True) for w in workers for s in servers}
+    for worker, feed in enumerate(feeds):
+        told, heard = graph.stream(f"notices-worker-{worker}", capacity=16)
+        notices.append(heard)
+        handles = WorkerHandles(
+            batches=feed.batches,
+            priorities=feed.priorities,
+            standings=feed.standings,
+            gradients=tuple(pushes[worker, server][0] for server in servers),
+            slices=tuple(graph.subscriber(f"slice-{server}", views=True) for server in servers),
+            weights=graph.publisher("weights") if worker == 0 else None,
+            models=models if worker == 0 else None,
+            events=told,
+            score=graph.subscriber("score"),
+            env_steps=graph.counter("env_steps"),
+            updates=graph.counter("updates"),
+            keep=graph.keep(f"worker-{worker}"),
+        )
+        graph.add(GradientWorker, serving_setup(experiment, spec, code, worker), handles)
+    for server in servers:
+        told, heard = graph.stream(f"notices-server-{server}", capacity=16)
+        notices.append(heard)
+        serving = ServerHandles(
+            gradients=tuple(pushes[worker, server][1] for worker in workers),
+            slices=graph.publisher(f"slice-{server}"),
+            events=told,
+            score=graph.subscriber("score"),
+            keep=graph.keep(f"server-{server}"),
+        )
+        graph.add(ParameterServer, serving_setup(experiment, spec, code, server), serving)
+    return tuple(notices)
+
+
 def place(program: Program, experiment: Experiment) -> Placement:
     """Bring a program to life where the experiment says."""
-    threads = {Learner.kind: experiment.threads}
+    threads = {Learner.kind: experiment.threads, GradientWorker.kind: experiment.threads}
     if experiment.in_turns:  # only one role computes at a time; sums depend on the number of threads
         threads = {node.kind: experiment.threads for node in program.graph.nodes}
         torch.set_num_threads(experiment.threads)
@@ -294,7 +358,7 @@ def _spawned(experiment: Experiment) -> tuple[str, ...]:
     """Return the kinds of roles that use CUDA, which a forked process cannot."""
     if not torch.cuda.is_available():
         return SPAWNED
-    devices: dict[str, str] = {Learner.kind: experiment.device}
+    devices: dict[str, str] = {Learner.kind: experiment.device, GradientWorker.kind: experiment.device}
     devices[Evaluator.kind] = (
         experiment.device if experiment.evaluation.device == "auto" else experiment.evaluation.device
     )

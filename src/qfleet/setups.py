@@ -25,6 +25,7 @@ from qfleet.roles.fused.replay_loop import learning_begins
 from qfleet.roles.inference_server import AdaptiveInference, InferenceSetup, ServedInference
 from qfleet.roles.learner_setup import GroupConfig, LearnerSetup
 from qfleet.roles.replay_shard import ShardSetup
+from qfleet.roles.serving_setup import ServingSetup
 
 MIRROR_LAG = 16
 """Batches, with what is stored between two of them, after which a row may be replaced at the earliest."""
@@ -101,6 +102,8 @@ def shard_setup(experiment: Experiment, spec: EnvSpec, directory: Path, index: i
         normalise_rewards=experiment.normalise_rewards,
         batch_size=experiment.learner.batch_size,
         updates_per_draw=experiment.learner.updates_per_draw,
+        split=experiment.parallel.split,
+        dealt=experiment.serving is not None and experiment.serving.mode != "sync",
         train_period=experiment.learner.train_period,
         learning_starts=experiment.learner.learning_starts,
         beta=_beta(experiment),
@@ -131,7 +134,7 @@ def _why_not_mirrored(experiment: Experiment, spec: EnvSpec, device: str) -> str
         return "the learner sees the shard's memory in placement 'processes' only"
     if isinstance(experiment.agent, ReplayAgent) and experiment.agent.memory is not None:
         return "agents with memory learn from sequences, which are not gathered on the device"
-    if replay.shards > 1 or experiment.learners > 1:
+    if replay.shards > 1 or experiment.ranks > 1 or experiment.serving is not None:
         return "it is for one shard and one learner: set replay.shards and learners to 1"
     if replay.storage.kind != "ram":
         return f"the rows are stored as '{replay.storage.kind}': set replay.storage.kind to 'ram'"
@@ -183,9 +186,17 @@ def learner_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, group: 
         warm_start_part=experiment.warm_start_part,
         code=code,
         accel=experiment.accel,
+        parallel=experiment.parallel,
         ahead=not experiment.in_turns,
         max_decay=_max_decay(experiment),
     )
+
+
+def serving_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index: int) -> ServingSetup:
+    """Return what parameter server `index`, or gradient worker `index`, is built from."""
+    assert experiment.serving is not None
+    learner = learner_setup(experiment, spec, code, None)
+    return ServingSetup(experiment.serving, learner, index, experiment.learners, experiment.parallel.compression)
 
 
 def fused_setup(experiment: Experiment, spec: EnvSpec, code: UserCode) -> FusedSetup:

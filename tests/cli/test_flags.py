@@ -40,6 +40,14 @@ KINDS: list[dict[str, str]] = [
     ROLLOUT,
     {"agent.kind": "tabular", "network.kind": "tabular", "learner.evaluated": "online"},
     {"agent.munchausen": "on", "agent.double": "False"},
+    *(
+        {"parallel.update.kind": kind, "learners": "2", "placement": "processes"}
+        for kind in ("allreduce", "server", "local")
+    ),
+    *(
+        {"parallel.compression.kind": kind, "learners": "2", "placement": "processes"}
+        for kind in ("none", "fp16", "bf16", "int8", "sign", "topk", "powersgd")
+    ),
 ]
 
 

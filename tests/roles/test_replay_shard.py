@@ -170,3 +170,21 @@ def test_batches_name_the_newest_weights_that_fed_the_shard():
         handles.experience[0].send(experience(sequence))
         shard.step()
     assert handles.batches[0].receive().version == Version(0, 2)
+
+
+def test_whole_batches_are_dealt_to_whoever_has_room():
+    plain, handles = make_shard(ranks=3, train_period=1.0)
+    shard = ReplayShard(dataclasses.replace(plain._setup, dealt=True), handles)
+    for sequence in range(12):
+        handles.experience[0].send(experience(sequence))
+    got = [0, 0, 0]
+    for step in range(60):
+        shard.step()
+        for rank in (0, 1) if step % 2 else (0,):  # the second is slow, the third takes nothing
+            message = handles.batches[rank].receive()
+            if message is not None:
+                assert len(message.action) == message.global_size == 6
+                got[rank] += 1
+    assert got[0] > got[1] > 0
+    assert len(handles.batches[2].queue) == 1
+    assert handles.samples.count == sum(got) + 1 + len(handles.batches[1].queue) + len(handles.batches[0].queue)

@@ -34,7 +34,7 @@ _ASLEEP = "not needed now"
 _SEEN = ("straggler", "recovered")
 """What a balancer says it sees, before it decides: told among the events."""
 _BAR = "cyan"
-_UNITS = {"actor": "steps/s", "learner": "updates/s"}
+_UNITS = {"actor": "steps/s", "learner": "updates/s", "worker": "gradients/s", "server": "updates/s"}
 """What the speed of a kind of role is counted in."""
 
 

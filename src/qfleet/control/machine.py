@@ -28,6 +28,7 @@ from qfleet.control.rig import Build, core_share, play, play_beside, running
 from qfleet.core.spec import EnvSpec
 from qfleet.core.usercode import UserCode
 from qfleet.experiment import Experiment, with_changes
+from qfleet.parallel.plan import ParallelConfig
 
 LIMIT_S = 30.0
 """No further piece is begun after this; one that is begun is finished."""
@@ -177,6 +178,7 @@ def _arranged(experiment: Experiment, **changes: Any) -> Experiment:
             "address": None,
             "actors": 1,
             "learners": 1,
+            "parallel": ParallelConfig(),
             "threads": 1,
             "device": "cpu",
             "strict": False,

@@ -12,9 +12,18 @@ from qfleet.experiment import Experiment
 
 _FROM_ACTORS = ("episode_return", "episode_length", "epsilon")
 _COUNTED_BY_ACTORS = ("cut_episodes", "lost_steps")
-_FROM_LEARNER = ("loss", "td_error", "grad_norm", "learning_rate", "q_mean", "policy_lag", "skipped_updates")
+_FROM_LEARNER = (
+    "loss",
+    "td_error",
+    "grad_norm",
+    "learning_rate",
+    "q_mean",
+    "policy_lag",
+    "skipped_updates",
+    "gradient_bytes",
+)
 _FROM_REPLAY = ("replay_size", "replay_fill", "samples_per_insert")
-_WORK = {"actor": "env_steps", "learner": "updates"}
+_WORK = {"actor": "env_steps", "learner": "updates", "worker": "gradients", "server": "version"}
 """What the speed of a role is counted in, by its kind: one of its metrics."""
 
 
@@ -90,7 +99,8 @@ def _merged(reports: Sequence[Report]) -> dict[str, float]:
         if any(name in m for m in actors):
             merged[name] = sum(m.get(name, 0.0) for m in actors)
     for kind, names in (("learner", _FROM_LEARNER), ("replay", _FROM_REPLAY)):
-        first = next((r.metrics for r in reports if r.kind in (kind, "fused")), {})
+        kinds = (kind, "fused", "worker") if kind == "learner" else (kind, "fused")
+        first = next((r.metrics for r in reports if r.kind in kinds), {})
         merged |= {name: first[name] for name in names if name in first}
     shards = [r.metrics for r in reports if r.kind == "replay" and "replay_size" in r.metrics]
     if len(shards) > 1:

@@ -15,11 +15,13 @@ import numpy as np
 import torch
 
 from qfleet.core.errors import CheckpointError
+from qfleet.core.gradients import GRADIENT_MESSAGES
 from qfleet.core.types import MESSAGES, Array
 
 _ARRAY, _TENSOR, _MESSAGE, _BIGINT, _TUPLE = range(5)
-_CLASSES = {cls.__name__: cls for cls in MESSAGES}
-_FIELDS = {cls: [field.name for field in dataclasses.fields(cls)] for cls in MESSAGES}
+_TRAVELLING = (*MESSAGES, *GRADIENT_MESSAGES)
+_CLASSES = {cls.__name__: cls for cls in _TRAVELLING}
+_FIELDS = {cls: [field.name for field in dataclasses.fields(cls)] for cls in _TRAVELLING}
 
 
 def pack(value: Any) -> tuple[bytes, list[Array]]:

@@ -78,7 +78,9 @@ class Batch:
     global_size: int = 0
     """Size of the whole batch over all learner ranks; the loss is a sum divided by this."""
     updates: int = 1
-    """How many updates are made from it, one after the other, each from as large a part of its items, in their order."""
+    """How many updates are made from it, one after the other, each from an equal part of its items, in their order."""
+    draw: int = 0
+    """Updates that were drawn for in the run when it was drawn: the parts of one draw have the same."""
     fresh: Ints | None = None  # [F]
     """For a learner that has a copy of the shard's rows: those written since the last batch. The observations are then
     the rows where they lie, [B, S] for stacks of S frames or [B], and -1 is a frame of zeros."""
@@ -108,6 +110,7 @@ class SequenceBatch:
     reward_scale: float = 1.0
     """What the rewards were divided by (running reward normalisation)."""
     global_size: int = 0
+    draw: int = 0
     shard: int = 0
     least: float = 1.0
     beta: float = 0.0

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributed
 from torch.distributed.rendezvous import rendezvous as meet
 
+from qfleet.core.errors import QfleetError
+
 _LOOPBACK = "127.0.0.1"
+_GLOOS_OWN = re.compile(r"^\[[^]]*\] |\. This is typically caused.*", re.DOTALL)
+"""What gloo adds to an error that is of no use to a person here: where in its code it was, and general advice."""
 
 
 class GradientGroup:
@@ -39,9 +45,40 @@ class GradientGroup:
 
     def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace a contiguous CPU tensor by its sum over all ranks; every rank gets the same bits."""
-        with self._explained("all-reduce"):
-            self._group.allreduce([tensor]).wait()
+        self.begin_all_reduce(tensor)()
         return tensor
+
+    def begin_all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begin to replace a contiguous CPU tensor by its sum over all ranks; return what waits for the end of it."""
+        with self._explained("all-reduce"):
+            work = self._group.allreduce([tensor])
+
+        def end() -> None:
+            with self._explained("all-reduce"):
+                work.wait()
+
+        return end
+
+    def share(self, data: bytes) -> bytes:
+        """Return what rank 0 gave, on every rank."""
+        size = torch.tensor([len(data) if self.rank == 0 else 0])
+        self.all_reduce_(size)
+        shared = torch.zeros(int(size), dtype=torch.uint8)
+        if self.rank == 0:
+            shared.numpy()[:] = np.frombuffer(data, np.uint8)
+        with self._explained("broadcast"):
+            self._group.broadcast(shared, 0).wait()
+        return shared.numpy().tobytes()
+
+    def require_same(self, value: int, what: str) -> None:
+        """Raise an error that names the ranks whose `value`, of which all should have the same, is another."""
+        values = [int(one) for one in self.all_gather(torch.tensor([value]))]
+        others = [str(rank) for rank, one in enumerate(values) if one != values[0]]
+        if others:
+            raise QfleetError(
+                f"{what} of rank {', '.join(others)} differ from those of rank 0: they must be equal. A rank may have"
+                " other versions of libraries, or faulty memory; resume from the last checkpoint"
+            )
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the contiguous CPU tensors of all ranks, which have one shape, in the order of ranks."""
@@ -59,8 +96,8 @@ class GradientGroup:
         try:
             yield
         except RuntimeError as error:
-            who = f"rank {self.rank} of {self.size}"
-            raise ConnectionError(f"{who}: {what} failed, another rank may be gone: {error}") from error
+            who, why = f"rank {self.rank} of {self.size}", _GLOOS_OWN.sub("", str(error))
+            raise ConnectionError(f"{who}: {what} failed, another rank may be gone: {why}") from error
 
 
 def _local(rendezvous: str) -> bool:

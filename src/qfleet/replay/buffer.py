@@ -270,6 +270,7 @@ class Replay:
                 "reward_scale": scale,
                 "global_size": size,
                 "updates": updates,
+                "draw": 0,
                 "fresh": self.store.take_fresh(),
                 "shard": 0,
                 "least": 1.0,

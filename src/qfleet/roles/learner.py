@@ -37,11 +37,14 @@ from qfleet.core.types import (
 )
 from qfleet.parallel.gradsync import GradientGroup
 from qfleet.roles.feed import Feed
+from qfleet.roles.joining import Joining
 from qfleet.roles.learner_setup import LearnerSetup
 from qfleet.roles.learning import build_learning
 from qfleet.roles.updating import Message
 from qfleet.roles.weight_store import snapshot
 
+MEETING_S = 300.0
+"""How long ranks wait for each other, at the beginning and in each sum."""
 _PUBLISHING = 16
 """An idle learner publishes when so many times as long has passed as the last time took."""
 
@@ -75,10 +78,9 @@ class Learner(Role):
 
     def __init__(self, setup: LearnerSetup, handles: LearnerHandles) -> None:
         self._setup, self._handles = setup, handles
-        group = setup.group
-        self._group = GradientGroup(group.rank, group.size, group.rendezvous, timeout_s=300.0) if group else None
+        self._joining = _join(setup, handles.keep.life if handles.keep else 0)
         self._feed = Feed(handles.batches, handles.priorities, handles.standings, setup.max_decay)
-        self._learning = build_learning(setup, self.kind, self._group.all_reduce_ if self._group else None)
+        self._learning = build_learning(setup, self.kind, self._joining)
         for kind, text in self._learning.notices.items():
             self._notice(kind, text)
         if handles.rows is not None:
@@ -95,6 +97,9 @@ class Learner(Role):
         self._published: Version | None = None
         self._published_at, self._publishing_s = -math.inf, 0.0
         self._epoch = 0
+        self._ended = False
+        self._newest_draw: int | None = 0
+        """What ranks have learned from before this draw; None when they have still to find out."""
         self._kept_at = time.monotonic()
         keep = handles.keep
         self._far: Ints = np.zeros(2, np.int64) if keep is None else keep.array("far", (2,), np.int64)
@@ -104,7 +109,11 @@ class Learner(Role):
 
     def _recover(self, keep: Keep) -> None:
         """Begin with the last state that a former life kept, as a new epoch of the weights."""
-        kept = keep.committed() or {"life": 0, "state": None}
+        kept = keep.committed()
+        if self._joining is not None:
+            # What one rank had not yet begun to learn from, another may have behind it.
+            kept, self._newest_draw = self._joining.shared(kept), None
+        kept = kept or {"life": 0, "state": None}
         if kept["state"] is not None:
             self._load(kept["state"])
         self._epoch += keep.life - kept["life"]
@@ -119,14 +128,14 @@ class Learner(Role):
         """Make the present state outlive this process; return it."""
         self._account(wait=True)
         state = self._state()
-        if self._handles.keep is not None:
+        if self._handles.keep is not None and self._first:
             self._handles.keep.commit({"life": self._handles.keep.life, "state": state})
         self._kept_at = time.monotonic()
         return state
 
     def step(self) -> Status:
         """Do one update, or else publish what is new."""
-        if time.monotonic() - self._kept_at >= self._setup.learner.snapshot_s and self._handles.keep is not None:
+        if self._joining is None and self._commit_due():
             self._commit()
         score = self._handles.score.latest()
         if score is not None:
@@ -139,6 +148,8 @@ class Learner(Role):
         if full := self._feed.full():
             return Idle("replay has not taken the priorities", wake_on=full)
         message = self._feed.receive()
+        if message is not None and self._is_behind(message):
+            return WORKED
         if message is not None or self._updating.waiting:
             self._learn(message)
             return WORKED
@@ -159,7 +170,29 @@ class Learner(Role):
         self._account(wait=False)
         self._send_priorities()
         if self._batches_seen // period > before // period:
+            if self._joining is not None:
+                self._joining.meet(self._update, self._batches_seen)
             self._publish()
+            if self._joining is not None and self._joining.agreed(self._commit_due()):
+                self._commit()
+
+    def _commit_due(self) -> bool:
+        """Return whether the last state that was kept is old."""
+        kept = self._handles.keep is not None
+        return kept and time.monotonic() - self._kept_at >= self._setup.learner.snapshot_s
+
+    def _is_behind(self, message: Message) -> bool:
+        """Return whether a peer has already learned from its part of the same draw, in a former life of the group."""
+        if self._joining is None or isinstance(message, Rollout):
+            return False
+        if self._newest_draw is None:
+            self._newest_draw = self._joining.newest(message.draw)
+        return message.draw < self._newest_draw
+
+    @property
+    def _first(self) -> bool:
+        """Whether this rank speaks for the group, whose states are all the same."""
+        return self._setup.group is None or self._setup.group.rank == 0
 
     def _advance(self, message: Message | None) -> None:
         """Take a message, if one came; learn from it or the one before."""
@@ -204,6 +237,8 @@ class Learner(Role):
         self._skips += math.ceil(max(result.skipped - self._forgiven, 0) / (result.updates + 1))
         self._forgiven = max(self._forgiven - result.skipped, 0)
         text = f"update {self._updates + 1}: the loss or its gradient is not finite; the update was skipped"
+        if self._joining is not None and (ranks := self._joining.blamed()):
+            text += f" (the loss of learner {', '.join(map(str, ranks))})"
         if self._skips >= self._setup.learner.skips:
             raise QfleetError(
                 f"{self._skips} updates in a row were not finite (NaN or infinity), the last one update"
@@ -225,6 +260,8 @@ class Learner(Role):
         """Publish the weights unless the newest are out already."""
         if self._handles.weights is None or self._published == self._version:
             return False
+        if self._setup.parallel.split > 1 and self._batches_seen % self._setup.learner.publish_period:
+            return False  # the weights are in pieces until the ranks meet
         began = time.monotonic()
         self._handles.weights.publish(snapshot(self._update.flat, self._version, self._handles.env_steps.total()))
         self._published, self._published_at = self._version, time.monotonic()
@@ -262,13 +299,17 @@ class Learner(Role):
 
     def _finish(self) -> Status:
         """Have the last weights evaluated too, then end."""
+        if not self._ended:
+            if self._joining is not None:
+                self._joining.meet(self._update, self._batches_seen)
+            self._commit()  # or a death from here on would cost the last updates
+            self._ended = True
         if self._handles.models is not None and not self._far[1]:
             if not self._handles.models.ready():
                 return Idle("the evaluator is busy", wake_on=(self._handles.models,))
             self._handles.models.send(self._model())
             self._handles.models.close()
             self._far[1] = True
-        self._commit()  # or a death from here on would cost the last updates
         return DONE
 
     def metrics(self) -> Mapping[str, float]:
@@ -281,6 +322,7 @@ class Learner(Role):
             "skipped_updates": float(self._skipped),
             "policy_lag": self._lag_sum / max(self._batches_seen, 1),
             "reward_scale": self._reward_scale,
+            **({} if self._joining is None else self._joining.metrics()),
         }
 
     def state_dict(self) -> State:
@@ -303,6 +345,7 @@ class Learner(Role):
             "epoch": self._epoch,
             "feed": self._feed.state_dict(),
             "unsent": list(self._unsent),
+            "joining": {} if self._joining is None else self._joining.state_dict(),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -320,6 +363,8 @@ class Learner(Role):
         self._reward_scale, self._epoch = state["reward_scale"], state.get("epoch", 0)
         if "feed" in state:  # older checkpoints have none
             self._feed.load_state_dict(state["feed"])
+        if self._joining is not None:
+            self._joining.load_state_dict(state.get("joining", {}))
         self._updating, self._unsent = self._learning.updating(self._setup), deque(state.get("unsent", ()))
         if {**self._settings, **state.get("settings", {})} != self._settings:
             self._notice("accel_changed", CHANGED)
@@ -332,5 +377,20 @@ class Learner(Role):
     def close(self) -> None:
         """Leave the learner group, and give the process's switches back."""
         set_deterministic(False)
-        if self._group is not None:
-            self._group.close()
+        if self._joining is not None:
+            self._joining.close()
+
+
+def _join(setup: LearnerSetup, life: int) -> Joining | None:
+    """Meet the other ranks, if there are any; in each life of the group at another place."""
+    if setup.group is None:
+        return None
+    rank, size, where = setup.group.rank, setup.group.size, f"{setup.group.rendezvous}-{life}"
+    group, parallel = GradientGroup(rank, size, where, MEETING_S), setup.parallel
+    if parallel.split == 1:
+        return Joining(parallel, group, setup.seed)
+    from qfleet.parallel.mesh import Degrees, Mesh  # which loads much of torch that few runs need
+
+    degrees = Degrees(size // parallel.split, parallel.pipeline, parallel.tensor)
+    mesh = Mesh(degrees, rank, size, f"{where}-mesh", setup.device, MEETING_S)
+    return Joining(parallel, group, setup.seed, mesh)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +15,7 @@ from qfleet.algo.optim import OptimConfig
 from qfleet.core.config import Config
 from qfleet.core.spec import EnvSpec
 from qfleet.core.usercode import UserCode
+from qfleet.parallel.plan import ParallelConfig
 
 
 class LearnerConfig(Config):
@@ -72,6 +73,8 @@ class LearnerSetup:
     warm_start_part: Literal["all", "torso"]
     code: UserCode
     accel: AccelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """What the ranks of a group do together."""
     ahead: bool = False
     """Whether the next batch may be on its way while one is learned from: not where roles take turns."""
     max_decay: float = 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,13 +16,16 @@ from qfleet.accel.transfers import CudaLink
 from qfleet.algo.agent import ReplayAgent, RolloutAgent, TabularAgent
 from qfleet.algo.model_io import read_tensors
 from qfleet.algo.networks import QNetwork, build_network, foreign_randomness
-from qfleet.algo.steps import GradientHook
 from qfleet.algo.updates import ReplayUpdate, Update, build_update
 from qfleet.algo.warmstart import warm_start
 from qfleet.core import seeding
 from qfleet.core.protocols import KeptRows
+from qfleet.roles.joining import Joining
 from qfleet.roles.learner_setup import LearnerSetup
 from qfleet.roles.updating import Ahead, OneByOne, Updating
+
+if TYPE_CHECKING:
+    from qfleet.parallel.mesh import Mesh
 
 
 @dataclass
@@ -55,22 +59,40 @@ class Learning:
         return Ahead(self.update, link, period, record, self.mirror)
 
 
-def build_learning(setup: LearnerSetup, role: str, hook: GradientHook | None) -> Learning:
-    """Build the network and its update on the learner's device; `hook` sums gradients over a group."""
+def build_learning(setup: LearnerSetup, role: str, joining: Joining | None) -> Learning:
+    """Build the network and its update on the learner's device; `joining` is what a rank does with its group."""
     device, notices = torch.device(setup.device), {}
     network = build_network(setup.network, setup.agent, setup.spec, seed=setup.seed, custom=setup.code.network)
     if setup.warm_start is not None:
         notices["warm_start"] = str(warm_start(network, read_tensors(setup.warm_start), setup.warm_start_part))
     if text := foreign_randomness(network):
         notices["inexact"] = text
+    if joining is not None and joining.mesh is not None:
+        return _split(setup, role, network, joining.mesh, notices)
     network = network.to(device)
     generator = seeding.torch_stream(setup.seed, role, purpose="update", device=device)
     choices = _choose(setup, network, device)
+    hook, stepper = (None, None) if joining is None else (joining.sum_, joining.stepper)
     parts = (setup.agent, network, setup.optim, generator, setup.total_updates, hook)
     if choices is None:
-        return Learning(build_update(*parts), None, generator, notices)
-    notices["accel"] = choices.description
-    return Learning(build_update(*parts, choices.gradient, choices.stepper), choices, generator, notices)
+        update = build_update(*parts, stepper=stepper)
+    else:
+        notices["accel"] = choices.description
+        update = build_update(*parts, choices.gradient, stepper or choices.stepper)
+    if joining is not None:
+        joining.attach(update)
+    return Learning(update, choices, generator, notices)
+
+
+def _split(setup: LearnerSetup, role: str, network: QNetwork, mesh: Mesh, notices: dict[str, str]) -> Learning:
+    """Build the update of a network that ranks share; they all draw the same random numbers."""
+    from qfleet.parallel.split_update import SplitUpdate, Staging  # which loads much of torch that few runs need
+
+    generator = seeding.torch_stream(setup.seed, role, purpose="update", device=mesh.device)
+    staging = Staging(setup.parallel.micro_batches, setup.parallel.schedule)
+    parts = (setup.agent, network, setup.optim, generator, mesh, staging, setup.total_updates)
+    notices["accel"] = f"{mesh.device.type}: eager, {mesh.degrees}"
+    return Learning(SplitUpdate(*parts), None, generator, notices)
 
 
 def works_ahead(setup: LearnerSetup) -> bool:

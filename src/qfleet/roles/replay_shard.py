@@ -51,12 +51,16 @@ class ShardSetup:
     """Where the memory-mapped tier puts its files."""
     updates_per_draw: int = 1
     """Updates for which batches are drawn at once, and sent as one message."""
+    split: int = 1
+    """Learner ranks that share a network, and so get the same part of a batch."""
     sequence: SequenceWindow | None = None
     """How episodes are cut into sequences, for agents with memory; None for transitions."""
     extras: Mapping[str, LeafSpec] = field(default_factory=dict)
     """What actors send with each row besides."""
     mirrored: bool = False
     """Whether the learner has a copy of the rows, so that batches need not have the observations."""
+    dealt: bool = False
+    """Whether each batch goes as a whole to one rank that has room for it, in turn, and not in parts to all."""
     part: Fraction = Fraction(1)
     """How much of the run's capacity this shard has."""
     look_again_s: float | None = None
@@ -70,7 +74,7 @@ class ShardHandles:
 
     experience: tuple[Receiver[Experience], ...]
     priorities: tuple[Receiver[Priorities], ...]
-    """One for each learner rank; none for uniform sampling."""
+    """One for each replica of the network; none for uniform sampling."""
     batches: tuple[Sender[Batch | SequenceBatch], ...]
     """One for each learner rank."""
     env_steps: Counter
@@ -116,7 +120,7 @@ class ReplayShard(Role):
             together=setup.updates_per_draw,
         )
         self._version = Version()
-        self._turn = 0
+        self._turn = self._dealt = 0
         self._told = Standing(0.0, 0.0)
         if keep is not None and life > 0:
             self._recover(keep)
@@ -125,7 +129,7 @@ class ReplayShard(Role):
 
     def _recover(self, keep: Keep) -> None:
         """Be the shard of the last commit; what came after it is still in the streams."""
-        if len(self._handles.batches) > 1:
+        if len(self._handles.batches) > 1 and not self._setup.dealt:
             raise QfleetError(
                 "the replay shard's process died, and the learners may have got different numbers of batches: "
                 "only a run with one learner goes on; resume from the last checkpoint"
@@ -158,7 +162,7 @@ class ReplayShard(Role):
         if took:
             self._commit()
             self._tell_standing()
-        room = all(sender.ready() for sender in self._handles.batches)
+        room = self._has_room()
         due = self._limiter.may_sample() and len(self._replay) > 0
         if due and room:
             self._send_batch()
@@ -173,6 +177,11 @@ class ReplayShard(Role):
         if due:
             return Idle("the learner has not taken its batch", wake_on=self._handles.batches, deadline=deadline)
         return Idle("no new experience", wake_on=self._handles.experience, deadline=deadline)
+
+    def _has_room(self) -> bool:
+        """Return whether all ranks, or one to whom a whole batch is dealt, can take more."""
+        ready = [sender.ready() for sender in self._handles.batches]
+        return any(ready) if self._setup.dealt else all(ready)
 
     def _take_priorities(self) -> int:
         taken = 0
@@ -212,18 +221,30 @@ class ReplayShard(Role):
             batch = self._replay.sample_sequences(size, beta)
         else:
             batch = self._replay.sample(size, beta, updates)
+        self._handles.samples.add(updates)
         batch = dataclasses.replace(
             batch,
             version=self._version,
+            draw=self._handles.samples.total(),
             global_size=size * updates,
             shard=self._setup.index,
             least=self._replay.sampler.least,
             beta=beta,
         )
-        self._handles.samples.add(updates)
-        ranks = len(self._handles.batches)
+        if self._setup.dealt:
+            self._deal(batch)
+            return
+        replicas = len(self._handles.batches) // self._setup.split
         for rank, sender in enumerate(self._handles.batches):
-            sender.send(batch if ranks == 1 else _every(batch, rank, ranks))
+            sender.send(batch if replicas == 1 else _every(batch, rank // self._setup.split, replicas))
+
+    def _deal(self, batch: Batch | SequenceBatch) -> None:
+        """Send a whole batch to the next rank that has room."""
+        ranks = len(self._handles.batches)
+        turns = [(self._dealt + turn) % ranks for turn in range(ranks)]
+        rank = next(turn for turn in turns if self._handles.batches[turn].ready())
+        self._handles.batches[rank].send(batch)
+        self._dealt = (rank + 1) % ranks
 
     def metrics(self) -> Mapping[str, float]:
         """Return how full the shard is and how often its items are used."""
@@ -239,6 +260,7 @@ class ReplayShard(Role):
             "version": self._version,
             "turn": self._turn,
             "told": self._told,
+            "dealt": self._dealt,
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -248,7 +270,7 @@ class ReplayShard(Role):
         if self._handles.standing is None:  # counters of several shards come back one after the other
             self._limiter.forgive()
         self._version, self._turn = state["version"], state["turn"]
-        self._told = state.get("told", self._told)
+        self._told, self._dealt = state.get("told", self._told), state.get("dealt", 0)
         if self._setup.mirrored:
             self._replay.store.mirror()
         self._commit()
@@ -259,12 +281,12 @@ class ReplayShard(Role):
             remove_files(self._setup.directory)
 
 
-def _every(batch: Batch | SequenceBatch, rank: int, ranks: int) -> Batch | SequenceBatch:
-    """Return the rows of one learner rank: every `ranks`-th stratum of the one global draw."""
+def _every(batch: Batch | SequenceBatch, replica: int, replicas: int) -> Batch | SequenceBatch:
+    """Return the rows of one replica: every so many strata of the one global draw."""
 
     def part(value: Any) -> Any:
         if isinstance(value, np.ndarray):
-            return np.ascontiguousarray(value[rank::ranks])
+            return np.ascontiguousarray(value[replica::replicas])
         if isinstance(value, dict):
             return {name: part(leaf) for name, leaf in value.items()}
         return value

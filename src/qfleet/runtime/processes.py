@@ -55,8 +55,8 @@ class ProcessPlacement(SupervisedPlacement):
     """Runs each node of a graph in its own process.
 
     `spawn` names the kinds of roles that must not be forked; `threads` gives the threads of torch and OpenMP by kind,
-    one where not given. A role that holds a keep and dies or hangs is begun anew, unless it is one of several of a
-    kind in `groups`, which live and die together: `restarts` times if its deaths follow each other quickly. It hangs
+    one where not given. A role that holds a keep and dies or hangs is begun anew, `restarts` times if its deaths follow
+    each other quickly; those of a kind in `groups` live and die together, so that all of them are. It hangs
     when one of its steps takes longer than `stall` seconds; those of kinds in `brief`, whose steps cost little to be
     made again, also when a person waits for the end of the run. Kinds in `background` leave a core to any other that
     wants it. In `lockstep` roles step one at a time, in inline's order.
@@ -79,7 +79,8 @@ class ProcessPlacement(SupervisedPlacement):
         super().__init__(graph, lockstep)
         failpoints.arm(failpoints.wanted(), "supervisor", everyone=False)
         payloads = [_payload(node) for node in graph.nodes]
-        self._mortal = _mortal(graph, groups)
+        self._mortal = {node.name for node in graph.nodes if not any(end.side == "keep" for end in ends(node.handles))}
+        self._groups = {node.name: _group(graph, node, groups) for node in graph.nodes}
         self._brief = {node.name for node in graph.nodes if node.kind in brief}
         self._restarts, self._watchdog, self._standstill = Restarts(restarts), Watchdog(stall), Standstill()
         self._folder = RunFolder()
@@ -137,9 +138,15 @@ class ProcessPlacement(SupervisedPlacement):
         for member in self.crew:
             if member.name in self._children:
                 said = self._children[member.name].hear()
-                heard += [(member, item) for item in said]
+                heard += [(member, self._judged(member, item)) for item in said]
                 if said:
                     self._watchdog.heard(member.name, now)
+        return heard
+
+    def _judged(self, member: Member, heard: Answer | Report) -> Answer | Report:
+        """Return what one of a group said; that its peers are gone is no fault of its own, but the end of its life."""
+        if isinstance(heard, Answer) and heard.lost and len(self._groups[member.name]) > 1:
+            return Answer("died", heard.cause)
         return heard
 
     def _replaceable(self, member: Member) -> bool:
@@ -152,17 +159,28 @@ class ProcessPlacement(SupervisedPlacement):
         child.kill()  # what it had started
         child.join(time.monotonic() + _KILL_S)
         child.release()
+        if member.name in self._due:
+            return ""  # it dies with its group
         if not member.built and member.life > 0:
             return f"{cause}; that was the second try"  # what never worked will not begin to
-        delay = self._restarts.delay(member.name, time.monotonic())
+        group = self._groups[member.name]
+        delay = self._restarts.delay(group[0], time.monotonic())
         if delay is None:
-            return f"{cause}; that was death {self._restarts.in_a_row(member.name)} within a short time"
-        self._due[member.name] = time.monotonic() + delay
+            return f"{cause}; that was death {self._restarts.in_a_row(group[0])} within a short time"
+        for name in group:
+            self._due[name] = time.monotonic() + delay
+            if name in self._children:
+                self._children[name].condemn(f"{member.name} of its group died")
         return ""
 
     def _begin_due(self) -> list[Member]:
         """Begin those of the dead anew whose time has come; returns them."""
-        begun = [m for m in self.crew if time.monotonic() >= self._due.get(m.name, math.inf)]
+        begun = [
+            member
+            for member in self.crew
+            if time.monotonic() >= self._due.get(member.name, math.inf)
+            and not any(name in self._children for name in self._groups[member.name])
+        ]
         for member in begun:
             del self._due[member.name]
             setup = self._setups[member.name]
@@ -213,15 +231,9 @@ class ProcessPlacement(SupervisedPlacement):
         self._folder.remove()
 
 
-def _mortal(graph: Graph, groups: Collection[str]) -> set[str]:
-    """Return the names of the nodes whose death ends the run: they have no memory that outlives them, or peers do."""
-    kinds = [node.kind for node in graph.nodes]
-    return {
-        node.name
-        for node in graph.nodes
-        if not any(end.side == "keep" for end in ends(node.handles))
-        or (node.kind in groups and kinds.count(node.kind) > 1)
-    }
+def _group(graph: Graph, node: Node, groups: Collection[str]) -> list[str]:
+    """Return the names of the nodes that live and die with this one, itself among them."""
+    return [other.name for other in graph.nodes if other is node or (node.kind in groups and other.kind == node.kind)]
 
 
 @dataclass(frozen=True)
@@ -292,8 +304,8 @@ class _Child:
         return f"its process was killed by {signal.Signals(-code).name}{when}{_last_words(self._last_words)}"
 
     def condemn(self, verdict: str) -> None:
-        """Kill the process, which will be said to have died of this."""
-        if not self._ended:
+        """Kill the process, which will be said to have died of this, unless it is dead already."""
+        if not self._ended and self._process.is_alive():
             self._verdict = verdict
             self.kill()
 

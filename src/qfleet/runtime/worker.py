@@ -45,16 +45,20 @@ class Answer:
     """Of a step in lock-step: what it returned; the handles to wait on stay here."""
     report: Report | None = None
     """Of a report that was asked for."""
+    lost: bool = False
+    """Of a failure: whether somebody whom it worked with was gone."""
 
 
 def failed(error: Exception) -> Answer:
     """Return the answer that tells of an error."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, RoleFailure):
-        return Answer("failed", error.cause, error.exit_code, trace)
+        lost = isinstance(error.__cause__, ConnectionError)
+        return Answer("failed", error.cause, error.exit_code, trace, lost=lost)
     if isinstance(error, QfleetError):
         return Answer("failed", str(error), error.exit_code, trace)
-    return Answer("failed", f"{type(error).__name__}: {error}", QfleetError.exit_code, trace)
+    cause, lost = f"{type(error).__name__}: {error}", isinstance(error, ConnectionError)
+    return Answer("failed", cause, QfleetError.exit_code, trace, lost=lost)
 
 
 class OpenEnds:

@@ -1,0 +1,1 @@
+"""Gradients in fewer bytes: several lossy ways to write one, and what keeps the loss from mattering."""

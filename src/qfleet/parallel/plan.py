@@ -1,0 +1,73 @@
+"""The parallel plan: how several learners share the work of one update, and what travels between them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from qfleet.core.config import Config
+from qfleet.parallel.compression.config import CompressionConfig, NoCompressionConfig
+from qfleet.parallel.local import LocalConfig
+from qfleet.parallel.serving import ServerConfig
+
+
+class AllReduceConfig(Config):
+    """Every update's gradients are summed over all ranks, which go on with equal weights."""
+
+    kind: Literal["allreduce"] = "allreduce"
+
+
+UpdateConfig = Annotated[AllReduceConfig | LocalConfig | ServerConfig, Field(discriminator="kind")]
+
+
+class ParallelConfig(Config):
+    """How one update is shared; `learners` says by how many replicas. The global batch never depends on any of it."""
+
+    tensor: int = Field(1, gt=0, le=64)
+    """Ranks that share the channels of each layer of a replica."""
+    pipeline: int = Field(1, gt=0, le=64)
+    """Stages, each a rank, that the layers of a replica are divided into."""
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """In which order a stage works on its micro-batches: all forwards first, or each backward as soon as it can."""
+    micro_batches: int = Field(4, gt=0)
+    """Parts that a replica's batch is sent through the stages in."""
+    update: UpdateConfig = AllReduceConfig()
+    """How replicas agree: by sums of gradients, by parameter servers, or by meetings now and then."""
+    compression: CompressionConfig = NoCompressionConfig()
+    """In which form gradients travel between replicas, or to servers."""
+
+    @property
+    def split(self) -> int:
+        """Ranks of one replica."""
+        return self.tensor * self.pipeline
+
+    def contradictions(
+        self, learners: int, batch_size: int, transitions: bool, placement: str
+    ) -> list[tuple[bool, str]]:
+        """Return what could be wrong with the plan for a run of so many replicas, each with whether it is.
+
+        `transitions` says whether the agent learns from single transitions of a replay.
+        """
+        update, share = self.update, batch_size // learners
+        splits = f"parallel.tensor {self.tensor} and parallel.pipeline {self.pipeline}"
+        by_server = "parallel.update.kind 'server'"
+        servers = update.servers if isinstance(update, ServerConfig) else 0
+        return [
+            ((self.split > 1 or servers > 0) and not transitions,
+             f"{splits if self.split > 1 else by_server} needs agent.kind 'replay' without memory"),
+            (self.split > 1 and placement == "inline",
+             f"{splits} need placement 'processes' or 'ray': inline computes whole networks"),
+            (self.split > 1 and update.kind != "allreduce",
+             f"{splits} need parallel.update.kind 'allreduce', not '{update.kind}'"),
+            (self.pipeline > 1 and (batch_size % learners != 0 or share % self.micro_batches != 0),
+             f"parallel.pipeline {self.pipeline} needs equal micro-batches: learner.batch_size {batch_size}"
+             f" is not a multiple of learners {learners} times parallel.micro_batches {self.micro_batches}"),
+            (isinstance(update, ServerConfig) and update.mode == "async" and update.max_staleness < learners - 1,
+             f"parallel.update.max_staleness {getattr(update, 'max_staleness', 0)} is below {learners - 1}: so many"
+             f" gradients come from the others while one of learners {learners} computes, and none could be taken"),
+            (update.kind == "local" and learners == 1,
+             "parallel.update.kind 'local' needs learners 2 or more: one alone has nobody to meet"),
+            (self.compression.kind != "none" and learners == 1 and not servers,
+             f"parallel.compression.kind '{self.compression.kind}' needs learners 2 or more: one alone sends nothing"),
+        ]  # fmt: skip

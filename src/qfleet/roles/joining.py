@@ -1,0 +1,136 @@
+"""How the ranks of a learner group learn as one: what they sum, and how they see that they are still the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qfleet.algo.flat import checksum
+from qfleet.algo.steps import StepFactory
+from qfleet.algo.updates import Update
+from qfleet.core import codec, seeding
+from qfleet.core.role import State
+from qfleet.parallel.buckets import BucketedSum
+from qfleet.parallel.compression.build import make_compressor
+from qfleet.parallel.compression.exchange import CompressedSum, reduced_bytes
+from qfleet.parallel.compression.feedback import Compressor
+from qfleet.parallel.compression.powersgd import matrices
+from qfleet.parallel.gradsync import GradientGroup
+from qfleet.parallel.local import LocalConfig, LocalStep
+from qfleet.parallel.plan import ParallelConfig
+
+if TYPE_CHECKING:  # they load much of torch that few runs need
+    from qfleet.parallel.mesh import Mesh
+    from qfleet.parallel.split_update import SplitUpdate
+
+
+class Joining:
+    """What one rank does with its group. Every rank makes the same calls in the same order."""
+
+    def __init__(self, config: ParallelConfig, group: GradientGroup, seed: int, mesh: Mesh | None = None) -> None:
+        """Take the group of all ranks, and where networks are split, the mesh that they are split over."""
+        self._config, self._group, self._seed = config, group, seed
+        self.mesh = mesh
+        self._buckets = BucketedSum(group)
+        self._compressor: Compressor | None = None
+        self._compressed: CompressedSum | None = None
+        self._spoiled = False
+        self._sums = self._bytes = 0
+
+    @property
+    def stepper(self) -> StepFactory | None:
+        """What makes steps, where it is not what the accelerator chose."""
+        if not isinstance(self._config.update, LocalConfig):
+            return None
+        return partial(LocalStep, config=self._config.update, ranks=self._group.size)
+
+    def attach(self, update: Update) -> None:
+        """Get to know the network whose gradients, or ways, will be summed."""
+        if self.mesh is not None:
+            return
+        if self._config.compression.kind != "none":
+            flat, layers = update.flat.parameters, matrices(update.online.parameters())
+            own = seeding.torch_stream(self._seed, "learner", self._group.rank, "compression", device=flat.device)
+            self._compressor = make_compressor(self._config.compression, flat.numel(), layers, own)
+            self._compressed = CompressedSum(self._compressor, self._group)
+            self._padding = update.flat.padding
+        elif not isinstance(self._config.update, LocalConfig):
+            self._buckets.attach(update.online, update.flat.gradients)
+
+    def sum_(self, vector: Tensor) -> None:
+        """Replace a flat vector [P] by its sum over all ranks."""
+        self._sums += 1
+        if self._compressed is not None:
+            self._compressed(vector)
+            vector.index_fill_(0, self._padding, 0.0)  # a sign is never zero
+            return
+        self._spoiled = not bool(vector[:1].isfinite())  # where a loss that is not finite has left its mark
+        self._bytes += reduced_bytes(vector, self._group.size)
+        self._buckets(vector)
+
+    def blamed(self) -> list[int]:
+        """Return the ranks whose loss or gradient is known to have spoiled the last update; all that skip it ask."""
+        if isinstance(self._config.update, LocalConfig):
+            return [self._group.rank]  # who learns apart skips apart
+        if self._compressed is not None:
+            return [] if self._compressed.culprit is None else [self._compressed.culprit]
+        flags = self._group.all_gather(torch.tensor([int(self._spoiled)]))
+        return [rank for rank, flag in enumerate(flags) if flag.item()]
+
+    def meet(self, update: Update, updates: int) -> None:
+        """Put split weights together; raise an error if a rank has other ones than the rest.
+
+        Only ranks that learn apart may.
+        """
+        if self.mesh is not None:
+            cast("SplitUpdate", update).assemble()
+        if not isinstance(self._config.update, LocalConfig):
+            self._group.require_same(checksum(update.flat.to_numpy()), f"the weights after update {updates}")
+
+    def agreed(self, wanted: bool) -> bool:
+        """Return whether rank 0 wants it."""
+        return bool(self._group.all_gather(torch.tensor([int(wanted)]))[0].item())
+
+    def shared(self, state: State | None) -> State | None:
+        """Return what rank 0 gave, on every rank."""
+        header, arrays = codec.pack(state)
+        forms = [(array.dtype.str, list(array.shape)) for array in arrays]
+        header, forms = codec.unpack(self._group.share(codec.pack([header, forms])[0]), [])
+        parts = [arrays[number].tobytes() if self._group.rank == 0 else b"" for number in range(len(forms))]
+        shared = [
+            np.frombuffer(self._group.share(part), dtype).reshape(shape)
+            for part, (dtype, shape) in zip(parts, forms, strict=True)
+        ]
+        restored: State | None = codec.unpack(header, shared)
+        return restored
+
+    def newest(self, draw: int) -> int:
+        """Return the largest number of a draw that any rank has next."""
+        return max(int(other) for other in self._group.all_gather(torch.tensor([draw])))
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the bytes that this rank sends for each sum, on average."""
+        if self.mesh is not None:
+            return {}
+        sent = self._bytes if self._compressed is None else self._compressed.bytes_sent
+        return {"gradient_bytes": sent / max(self._sums, 1)}
+
+    def state_dict(self) -> State:
+        """Return what compression still owes."""
+        return {} if self._compressor is None else {"compressor": self._compressor.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue; a run that was not compressed before owes nothing."""
+        if self._compressor is not None and "compressor" in state:
+            self._compressor.load_state_dict(state["compressor"])
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._group.close()
+        if self.mesh is not None:
+            self.mesh.close()

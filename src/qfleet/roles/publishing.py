@@ -1,0 +1,105 @@
+"""Shows the weights of a run to others: to actors now and then, to the evaluator when it is time, and the last ones."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from qfleet.algo.updates import Update
+from qfleet.core.protocols import Counter, Publisher, Sender
+from qfleet.core.role import Idle, State
+from qfleet.core.types import Bools, Version, Weights
+from qfleet.roles.learner_setup import LearnerSetup
+from qfleet.roles.weight_store import snapshot
+
+_PUBLISHING = 16
+"""Whoever is idle publishes when so many times as long has passed as the last time took."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Where weights go."""
+
+    weights: Publisher[Weights]
+    models: Sender[Weights]
+    env_steps: Counter
+
+
+class Publishing:
+    """Publishes as a learner does: the newest weights once, models in the rhythm of evaluations."""
+
+    def __init__(self, setup: LearnerSetup, update: Update, version: Callable[[], Version], shown: Shown) -> None:
+        """Show the networks of `update`, which are at the version that is asked for each time."""
+        self._setup, self._update, self._version, self._shown = setup, update, version, shown
+        self._evaluations_due = 0
+        self._published: Version | None = None
+        self._published_at, self._seconds = -math.inf, 0.0
+        self.judged = True
+        """Whether the evaluator has told the score of the model that it was last sent."""
+        self.reward_scale = 1.0
+        """What the rewards of the last batch were divided by."""
+
+    def publish(self) -> bool:
+        """Publish the weights unless the newest are out already."""
+        if self._published == self._version():
+            return False
+        began = time.monotonic()
+        steps = self._shown.env_steps.total()
+        self._shown.weights.publish(snapshot(self._update.flat, self._version(), steps))
+        self._published, self._published_at = self._version(), time.monotonic()
+        self._seconds = self._published_at - began
+        return True
+
+    def too_soon(self) -> float:
+        """Return for how many seconds one who is idle should not publish: all who read weights have work with them.
+
+        Where roles take turns it never is too soon.
+        """
+        if not self._setup.ahead or self._published == self._version():
+            return 0.0
+        return self._published_at + _PUBLISHING * self._seconds - time.monotonic()
+
+    def offer_model(self) -> bool:
+        """Send a model to the evaluator when the run has passed the next multiple of the evaluation period.
+
+        Beside other roles only when the one before it is judged: a model that waits would be an old one by its turn.
+        """
+        steps, models = self._shown.env_steps.total(), self._shown.models
+        due = steps // self._setup.evaluate_every
+        if due <= self._evaluations_due or steps >= self._setup.env_steps:
+            return False
+        if not models.ready() or (self._setup.ahead and not self.judged):
+            return False
+        self._evaluations_due, self.judged = due, False
+        models.send(self._model())
+        return True
+
+    def finish(self, sent: Bools) -> Idle | None:
+        """Send the last model, unless `sent` [1] says that it is; return what has to be waited for before that."""
+        if not sent[0]:
+            if not self._shown.models.ready():
+                return Idle("the evaluator is busy", wake_on=(self._shown.models,))
+            self._shown.models.send(self._model())
+            self._shown.models.close()
+            sent[0] = True
+        return None
+
+    def _model(self) -> Weights:
+        flat = self._update.target_flat if self._setup.learner.evaluated == "target" else None
+        steps = self._shown.env_steps.total()
+        return snapshot(flat or self._update.flat, self._version(), steps, self.reward_scale)
+
+    def state_dict(self) -> State:
+        """Return what was published and evaluated so far."""
+        return {
+            "evaluations_due": self._evaluations_due,
+            "published": self._published,
+            "reward_scale": self.reward_scale,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from `state_dict`."""
+        self._evaluations_due, self._published = state["evaluations_due"], state["published"]
+        self.reward_scale = state["reward_scale"]

@@ -1,0 +1,75 @@
+"""Runs whose updates several learners share, in real processes: every way of sharing finishes, learns and resumes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from program_cases import short
+
+import qfleet.api as api
+from qfleet.core.errors import ConfigError
+
+SMALL: dict[str, Any] = {
+    "placement": "processes",
+    "network.hidden": [32, 32],
+    "learner.batch_size": 32,
+    "learner.publish_period": 8,
+    "evaluation.target": None,
+    "agent.double": True,
+}
+SLOW = pytest.mark.slow
+PLANS: dict[str, Any] = {
+    "data 2": {"learners": 2},
+    "tensor 2": {"parallel.tensor": 2},
+    "pipeline 2": {"parallel.pipeline": 2, "parallel.schedule": "gpipe"},
+    "local": {"learners": 2, "parallel.update": {"kind": "local", "period": 4}},
+    "topk": {"learners": 2, "parallel.compression": {"kind": "topk"}},
+    "2 x 2": {"parallel.pipeline": 2, "parallel.tensor": 2},
+    "data 2 x tensor 2": {"learners": 2, "parallel.tensor": 2},
+    "data 2 x pipeline 2": {"learners": 2, "parallel.pipeline": 2},
+    **{
+        kind: {"learners": 2, "parallel.compression": {"kind": kind}}
+        for kind in ("fp16", "bf16", "int8", "sign", "powersgd")
+    },
+}
+ORDINARY = ("data 2", "tensor 2", "pipeline 2", "local", "topk")
+
+
+def last_record(run: api.Run) -> dict[str, Any]:
+    return json.loads((run.dir / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+@pytest.mark.parametrize("plan", [name if name in ORDINARY else pytest.param(name, marks=SLOW) for name in PLANS])
+def test_every_plan_finishes_with_its_updates_and_resumes(plan, tmp_path):
+    settings = {**SMALL, **PLANS[plan], "replay.sampler": {"kind": "prioritised"}}
+    run = api.train(short(env_steps=900, **settings), run_dir=tmp_path / "run", seed=3)
+    owed = (run.summary["env_steps"] - 200) / 4
+    assert abs(run.summary["updates"] - owed) <= 1
+    further = api.resume(run.dir, env_steps=1200)
+    assert abs(further.summary["updates"] - (further.summary["env_steps"] - 200) / 4) <= 3
+    assert last_record(further)["skipped_updates"] == 0
+
+
+def test_a_split_run_leaves_a_whole_model(tmp_path):
+    run = api.train(short(env_steps=600, **SMALL, **{"parallel.tensor": 2}), run_dir=tmp_path / "run", seed=3)
+    assert run.summary["updates"] > 50
+    policy = api.load(run.dir)
+    assert policy.act([[0.0, 0.0, 0.0, 0.0]]).shape == (1,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parallel.tensor": 3}, r"32.*tensor|tensor.*32|does not divide"),
+        ({"parallel.pipeline": 2, "learner.batch_size": 30}, r"learner\.batch_size 30"),
+        ({"parallel.update": {"kind": "local"}}, r"needs learners 2 or more"),
+        ({"parallel.compression": {"kind": "int8"}}, r"needs learners 2 or more"),
+        ({"parallel.tensor": 2, "placement": "inline"}, r"need placement 'processes'"),
+        ({"parallel.tensor": 2, "learners": 2, "parallel.update": {"kind": "local"}}, r"need parallel\.update\.kind"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(changes, words, tmp_path):
+    with pytest.raises(ConfigError, match=words):
+        api.train(short(env_steps=600, **{**SMALL, **changes}), run_dir=tmp_path / "run")

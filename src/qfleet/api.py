@@ -102,6 +102,21 @@ def plan(
     return plan_run(experiment, code, given, say, fresh)
 
 
+def plan_learners(
+    experiment: Experiment, *, simulate: str = "", fresh: bool = False, say: Callable[[str], object] = lambda text: None
+) -> str:
+    """Return, as text, how several learners would best share an update here, or what a cluster would do.
+
+    `simulate` names the cluster, as "actors=2000,learners=64"; without it the ways that this machine allows are
+    compared. Nothing is trained.
+    """
+    from qfleet.scaling import learners_text, simulation_text
+
+    if simulate:
+        return simulation_text(experiment, UserCode(), simulate, say, fresh)
+    return learners_text(experiment, UserCode(), say, fresh)
+
+
 def _wanted(
     preset: str | Experiment,
     env: str | Factory | None,

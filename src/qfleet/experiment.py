@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -177,13 +177,14 @@ class Experiment(Config):
              "exploration.kind 'none' needs agent.noisy True: nothing else would make the agent explore"),
             (self.learners > 1 and self.placement == "inline" and self.serving is None,
              f"learners {self.learners} needs placement 'processes' or 'ray': inline has one learner"),
-            (self.learners > 1 and not replaying,
-             f"learners {self.learners} needs agent.kind 'replay', not '{self.agent.kind}'"),
+            (self.learners > 1 and not replaying and not self.fused,
+             f"learners {self.learners} of agent.kind '{self.agent.kind}' need the fused topology, which"
+             f" {self.why_not_fused or 'topology pipeline rules out'}"),
             (self.learners > 1 and getattr(getattr(self.network, "input", None), "normalize", False),
              "network.input.normalize needs one learner: ranks would see other statistics; use network.input.scale"),
             (self.ranks > 1 and self.optim.schedule.kind == "plateau",
              "optim.schedule.kind 'plateau' needs one learner: ranks would hear of a score at different updates"),
-            (self.learners > learner.batch_size,
+            (replaying and self.learners > learner.batch_size,
              f"learners {self.learners} exceeds learner.batch_size {learner.batch_size}: some would have no work"),
             (shards > 1 and not replaying,
              f"replay.shards {shards} needs agent.kind 'replay'; '{self.agent.kind}' has no replay"),
@@ -221,7 +222,7 @@ class Experiment(Config):
              f"inference.servers {servers} exceeds actors {self.actors}: some would have no work"),
             (isinstance(self.agent, RolloutAgent) and self._rollout < self.agent.minibatches,
              f"agent.minibatches {getattr(self.agent, 'minibatches', 0)} exceeds the {self._rollout} samples of a"
-             " rollout (actor.envs times agent.rollout_length): some would be empty"),
+             " learner's rollout (actor.envs times agent.rollout_length): some would be empty"),
             (replaying and self.fused and self.env_steps <= self.actor.envs * (getattr(self.agent, "n_step", 1) + 2),
              f"env_steps {self.env_steps} ends before the environments (actor.envs {self.actor.envs}) have made their"
              f" first windows of agent.n_step {getattr(self.agent, 'n_step', 1)}: nothing would be learned"),
@@ -251,8 +252,9 @@ class Experiment(Config):
 
     @property
     def _rollout(self) -> int:
-        """Samples of one rollout of an agent that learns from those."""
-        return self.actor.envs * (self.agent.rollout_length if isinstance(self.agent, RolloutAgent) else 1)
+        """Samples of one learner's rollout, for an agent that learns from those."""
+        ticks = self.agent.rollout_length if isinstance(self.agent, RolloutAgent) else 1
+        return self.actor.envs // self.learners * ticks
 
     @property
     def values_by_actors(self) -> bool:
@@ -263,12 +265,12 @@ class Experiment(Config):
     @property
     def beside(self) -> bool:
         """Whether roles step side by side in processes of this machine, as a plan arranges them."""
-        return self.placement == "processes" and not self.lockstep
+        return self.placement == "processes" and not self.in_turns
 
     @property
     def in_turns(self) -> bool:
-        """Whether roles step one at a time in a fixed order, so that the run gives the same numbers every time."""
-        return self.placement == "inline" or self.lockstep
+        """Whether roles step in a fixed order, or wait for each other, so that numbers are the same every time."""
+        return self.placement == "inline" or self.lockstep or self.fused
 
     @property
     def watched(self) -> bool:
@@ -287,13 +289,21 @@ class Experiment(Config):
 
     @property
     def why_not_fused(self) -> str:
-        """What keeps this run from being one loop on one device; empty if nothing does."""
+        """What keeps this run from being one loop on one device, or several that learn as one; empty if nothing."""
+        several, envs, batch = self.learners, self.actor.envs, self.learner.batch_size
+        placement = "inline" if several == 1 else "processes"
         reasons = {
             f"needs a tensor-native environment (env.kind 'tensor', as in the preset 'cartpole' or with"
             f" --env.kind tensor --env.game maze), not env.kind '{self.env.kind}'": self.env.kind != "tensor",
-            f"has no placement '{self.placement}': it is one loop in this process": self.placement != "inline",
-            f"has one actor and one learner, not {self.actors} and {self.ranks}": self.actors * self.ranks > 1,
+            f"of one learner has no placement '{self.placement}': it is one loop in this process":
+                several == 1 and self.placement != placement,
+            f"of learners {several} needs placement 'processes', not '{self.placement}'": self.placement != placement,
+            f"has one loop for each learner that also acts: actors {self.actors} is for a pipeline": self.actors > 1,
             "has no parameter servers": self.serving is not None,
+            "has whole networks: parallel.tensor and parallel.pipeline are for a pipeline": self.parallel.split > 1,
+            f"has equal shares: actor.envs {envs} is not a multiple of learners {several}": envs % several != 0,
+            f"has equal shares: learner.batch_size {batch} is not a multiple of learners {several}":
+                batch % several != 0 and self.agent.kind == "replay",
             f"has one replay, not replay.shards {self.replay.shards}": self.replay.shards > 1,
             "has no table: use agent.kind 'replay' or 'rollout'": self.agent.kind == "tabular",
             "has no replay of sequences, which agent.memory learns from": self._memory is not None,
@@ -312,7 +322,7 @@ class Experiment(Config):
 
     @property
     def fused(self) -> bool:
-        """Whether this run is one loop on one device rather than a pipeline."""
+        """Whether this run is one loop on one device, or several that learn as one, rather than a pipeline."""
         return self.topology == "fused" or (self.topology == "auto" and not self.why_not_fused)
 
     def to_yaml(self) -> str:
@@ -350,7 +360,20 @@ def with_changes(experiment: Experiment, changes: Mapping[str, Any]) -> Experime
             tree = completed(Experiment, tree)
         else:
             _put(tree, name, value)
-    return parse_experiment(completed(Experiment, tree), "settings")
+    tree = completed(Experiment, tree)
+    place_learners(tree, [name for name, _ in flat])
+    return parse_experiment(tree, "settings")
+
+
+def place_learners(tree: dict[str, Any], given: Collection[str]) -> None:
+    """Put a run that was given several learners, and no placement, where these can be: into processes.
+
+    Learners that push to parameter servers can be inline, too.
+    """
+    several = isinstance(tree["learners"], int) and tree["learners"] > 1
+    moved = "learners" in given and "placement" not in given and tree["placement"] == "inline"
+    if several and moved and tree["parallel"]["update"]["kind"] != "server":
+        tree["placement"] = "processes"
 
 
 def flattened(changes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

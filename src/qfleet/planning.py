@@ -91,6 +91,12 @@ def apply_plan(experiment: Experiment, plan: Plan, fixed: Collection[str] = ()) 
     return with_changes(experiment, decided)
 
 
+def measured_costs(experiment: Experiment, code: UserCode, say: Say, fresh: bool = False) -> Measurements:
+    """Return what the pieces of a run cost on this machine, measured or remembered."""
+    spec = env_spec(experiment.env, code.env)
+    return _measured(experiment, spec, code, resources.look(), say, fresh)
+
+
 def _measured(
     experiment: Experiment, spec: EnvSpec, code: UserCode, found: Resources, say: Say, fresh: bool
 ) -> Measurements:
@@ -131,15 +137,16 @@ def _rig(experiment: Experiment, spec: EnvSpec, code: UserCode, directory: Path)
 
 
 def _fused(experiment: Experiment, spec: EnvSpec) -> Plan:
-    """Return the plan of a run that is one loop: there is nothing to place."""
-    device = learner_device(experiment, spec)
-    reason = f"one loop on {device}, nothing to place; `qfleet probe {experiment.preset}` finds its fastest settings"
+    """Return the plan of a run that is one loop, or several that learn as one: there is nothing to place."""
+    device, loops = learner_device(experiment, spec), experiment.learners
+    what = "one loop" if loops == 1 else f"{loops} loops that learn as one"
+    reason = f"{what} on {device}, nothing to place; `qfleet probe {experiment.preset}` finds its fastest settings"
     return Plan(
         preset=experiment.preset,
         algo=experiment.algo,
-        placement="inline",
+        placement=experiment.placement,
         settings={},
-        roles=(PlannedRole(kind="fused", count=1, cores=1.0, busy=1.0, device=device),),
+        roles=(PlannedRole(kind="fused", count=loops, cores=float(loops), busy=1.0, device=device),),
         bottleneck="fused",
         reasons={"topology": reason},
     )

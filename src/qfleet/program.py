@@ -104,7 +104,7 @@ def build_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directo
     """Draw the graph of a run. `directory` is the run's own; nothing is started or written here."""
     check_inference(experiment)
     if experiment.fused:
-        return _fused_program(experiment, spec, code)
+        return _fused_program(experiment, spec, code, directory)
     graph = Graph()
     models_in, models_out = graph.stream("models", capacity=1)
     evaluated_in, evaluated_out = graph.stream("evaluated", capacity=64)
@@ -134,14 +134,32 @@ def build_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directo
     return Program(graph, monitor)
 
 
-def _fused_program(experiment: Experiment, spec: EnvSpec, code: UserCode) -> Program:
-    """Draw the graph of a run that is one loop: a single role."""
-    graph = Graph()
+def _fused_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directory: Path) -> Program:
+    """Draw the graph of a run that is one loop, a single role, or several that learn as one."""
+    graph, ranks = Graph(), experiment.learners
     events_in, events_out = graph.stream("evaluated", capacity=64)
-    counters = {name: graph.counter(name) for name in ("env_steps", "updates", "samples")}
-    graph.add(Fused, fused_setup(experiment, spec, code), FusedHandles(events=events_in, **counters))
-    watched = {name: graph.counter(name) for name in counters}
+    names, rendezvous = ("env_steps", "updates", "samples"), _rendezvous(directory)
+    for rank in range(ranks):
+        first = rank == 0  # one rank speaks for the group
+        handles = FusedHandles(
+            events=events_in if first else None,
+            **{name: graph.counter(name) if first else None for name in names},
+            keep=graph.keep(f"fused-{rank}") if _outlived(experiment) else None,
+        )
+        group = GroupConfig(rank, ranks, rendezvous) if ranks > 1 else None
+        graph.add(Fused, fused_setup(experiment, spec, code, group), handles)
+    watched = {name: graph.counter(name) for name in names}
     return Program(graph, MonitorHandles(events=(events_out,), orders=None, **watched))
+
+
+def _outlived(experiment: Experiment) -> bool:
+    """Return whether fused loops keep their states for a next life: a replay is too large to be kept every while."""
+    return experiment.learners > 1 and not isinstance(experiment.agent, ReplayAgent)
+
+
+def _rendezvous(directory: Path) -> str:
+    """Return a place where the ranks of a group meet, as torch.distributed's init method."""
+    return f"file://{directory.resolve()}/.rendezvous-{uuid.uuid4().hex}"
 
 
 def _add_actors(
@@ -268,7 +286,7 @@ def _add_learners(
     notices: Sender[Any],
 ) -> None:
     """Add one learner for each feed; several are the ranks of a group."""
-    rendezvous = f"file://{directory.resolve()}/.rendezvous-{uuid.uuid4().hex}"
+    rendezvous = _rendezvous(directory)
     for rank, feed in enumerate(feeds):
         first = rank == 0  # one rank speaks for the group
         learner = LearnerHandles(
@@ -344,7 +362,7 @@ def place(program: Program, experiment: Experiment) -> Placement:
             program.graph,
             spawn=_spawned(experiment),
             threads=threads,
-            groups=(Learner.kind,),
+            groups=(Learner.kind, Fused.kind) if _outlived(experiment) else (Learner.kind,),
             background=(Actor.kind,),  # they take what cores there are; all others wait for each other
             brief=(Actor.kind, Evaluator.kind),
             lockstep=experiment.lockstep,
@@ -358,7 +376,7 @@ def _spawned(experiment: Experiment) -> tuple[str, ...]:
     """Return the kinds of roles that use CUDA, which a forked process cannot."""
     if not torch.cuda.is_available():
         return SPAWNED
-    devices: dict[str, str] = {Learner.kind: experiment.device, GradientWorker.kind: experiment.device}
+    devices: dict[str, str] = dict.fromkeys((Learner.kind, Fused.kind, GradientWorker.kind), experiment.device)
     devices[Evaluator.kind] = (
         experiment.device if experiment.evaluation.device == "auto" else experiment.evaluation.device
     )

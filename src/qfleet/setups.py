@@ -199,8 +199,8 @@ def serving_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index: 
     return ServingSetup(experiment.serving, learner, index, experiment.learners, experiment.parallel.compression)
 
 
-def fused_setup(experiment: Experiment, spec: EnvSpec, code: UserCode) -> FusedSetup:
-    """Return what a fused loop is built from."""
+def fused_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, group: GroupConfig | None = None) -> FusedSetup:
+    """Return what a fused loop is built from; `group` is its place among several."""
     assert isinstance(experiment.env, TensorConfig)
     return FusedSetup(
         env=experiment.env,
@@ -222,6 +222,8 @@ def fused_setup(experiment: Experiment, spec: EnvSpec, code: UserCode) -> FusedS
         warm_start=_model_of(experiment.warm_start),
         warm_start_part=experiment.warm_start_part,
         code=code,
+        group=group,
+        parallel=experiment.parallel,
     )
 
 

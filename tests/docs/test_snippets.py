@@ -3,7 +3,7 @@
 Python blocks of a page share a namespace and a temporary directory with its shell blocks. `qfleet` commands run through
 the same `main` as the installed command (the wheel's test runs the real one). Markers before a block:
 `<!-- test: add FLAGS -->` appends flags, to make a run short; `<!-- test: parse -->` stops a command where the run, the
-evaluation or the resume would begin, so that only its words are checked.
+evaluation, the resume or a simulation would begin, so that only its words are checked.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _parse(words: list[str], where: str) -> None:
         raise Reached
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("train", "resume", "evaluate"):
+        for name in ("train", "resume", "evaluate", "plan_learners"):
             patch.setattr(api, name, reached)
         try:
             code = main(words)

@@ -73,7 +73,7 @@ def test_an_idle_learner_beside_others_publishes_at_a_pace(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now)
     learner, edges = make_learner(ahead=True)
     assert learner.step() == WORKED  # publishes
-    learner._publishing_s = 0.01  # as if that had taken so long
+    learner._publishing._seconds = 0.01  # as if that had taken so long
     edges["batches"].send(random_batch(np.random.default_rng(0)))
     assert learner.step() == WORKED  # learns
     status = learner.step()

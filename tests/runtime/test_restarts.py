@@ -156,13 +156,29 @@ def test_role_that_raises_is_not_begun_anew(monkeypatch: pytest.MonkeyPatch) -> 
     assert "failpoint worker.step" in run_to_failure(ProcessPlacement(kept_pipeline(60))).cause
 
 
-def test_member_of_a_group_is_not_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_lives_and_dies_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second member dies: both are begun anew, and only the one that died of itself is said to have."""
     monkeypatch.setenv("QFLEET_FAIL", "kept_producer-1/worker.step:kill@3")
-    graph = kept_pipeline(1000, pace_s=0.001)
+    graph = kept_pipeline(60, pace_s=0.01)
+    outlet, _ = graph.stream("other", 1000)
+    graph.add(KeptProducer, Settings(count=60), Handles(outlet=outlet, keep=graph.keep("second")))
+    placement = ProcessPlacement(graph, groups=("kept_producer",))
+    assert run_to_end(placement)["kept_consumer"]["position"] == 60
+    causes = {(one.role, one.index): one.cause for one in placement.incidents() if isinstance(one, Incident)}
+    assert causes == {
+        ("kept_producer", 0): "kept_producer-1 of its group died",
+        ("kept_producer", 1): "its process was killed by SIGKILL",
+    }
+
+
+def test_too_many_deaths_of_a_group_count_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QFLEET_FAIL", "kept_producer-1/worker.step:kill@3:always")
+    graph = kept_pipeline(1000, pace_s=0.01)
     outlet, _ = graph.stream("other", 1000)
     graph.add(KeptProducer, Settings(count=1000), Handles(outlet=outlet, keep=graph.keep("second")))
-    failure = run_to_failure(ProcessPlacement(graph, groups=("kept_producer",)))
+    failure = run_to_failure(ProcessPlacement(graph, groups=("kept_producer",), restarts=2))
     assert (failure.role, failure.index) == ("kept_producer", 1)
+    assert "that was death 3 within a short time" in failure.cause
 
 
 @pytest.mark.parametrize("fault", ["save", "restore"])

@@ -8,7 +8,7 @@ from typing import Any
 from qfleet.cli.flags import Given, read_value, unknown_flag
 from qfleet.cli.settings import REQUIRED, Setting, kinds_with, settings_of
 from qfleet.core.errors import ConfigError
-from qfleet.experiment import Experiment, parse_experiment
+from qfleet.experiment import Experiment, parse_experiment, place_learners
 
 ALIASES = {"target": "evaluation.target"}
 """Short flags of settings that lie deeper."""
@@ -45,6 +45,7 @@ def override(experiment: Experiment, given: Sequence[Given], own: Sequence[str])
     for name in [name for name in flags if name not in changes]:
         changes[name] = read_value(settings[name], flags[name], flags[name].texts)
         _put(tree, name, changes[name])
+    place_learners(tree, changes)
     return parse_experiment(tree, "settings"), changes
 
 

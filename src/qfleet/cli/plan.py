@@ -22,7 +22,10 @@ from qfleet.observe.text import rate
 if TYPE_CHECKING:
     from qfleet.control.plan import Plan
 
-USAGE = "qfleet plan PRESET [--save FILE] [--fresh] [--algo NAME] [--section.field VALUE ...]"
+USAGE = (
+    "qfleet plan PRESET [--save FILE] [--several] [--simulate actors=N,learners=N] [--fresh] [--algo NAME]"
+    " [--section.field VALUE ...]"
+)
 _ABOUT = (
     "Measure what a run costs on this machine (about 30 seconds, remembered) and show how its roles are best arranged,"
     " how fast that will be, and why. Nothing is trained. All flags of `qfleet train PRESET` are taken too; settings"
@@ -37,6 +40,11 @@ class PlanOptions(Config):
     """Write the plan into this file, for `qfleet train PRESET --plan FILE`."""
     fresh: bool = False
     """Measure anew, in place of what an earlier plan measured."""
+    several: bool = False
+    """Show how several learners would best share an update on this machine, beside all other ways, in place of the
+    arrangement of the roles."""
+    simulate: str | None = None
+    """Show what a cluster would do with the run, as in actors=2000,learners=64, each role as fast as it is here."""
     algo: str | None = None
     """Change the preset to another algorithm; `qfleet presets` lists them."""
 
@@ -57,9 +65,14 @@ def run(words: Sequence[str]) -> int:
     flags, _ = without_auto(rest)
     experiment = named_experiment(loose[0], options.algo)
     experiment, changes = override(experiment, flags, own=list(PlanOptions.model_fields))
-    made = api.plan(
-        experiment, fixed=changes, fresh=options.fresh, say=lambda text: print(f"  {text} ...", file=sys.stderr)
-    )
+
+    def say(text: str) -> None:
+        print(f"  {text} ...", file=sys.stderr)
+
+    if options.several or options.simulate is not None:
+        print(api.plan_learners(experiment, simulate=options.simulate or "", fresh=options.fresh, say=say))
+        return 0
+    made = api.plan(experiment, fixed=changes, fresh=options.fresh, say=say)
     show(made, Console(highlight=False))
     if options.save is not None:
         _save(made, options.save)

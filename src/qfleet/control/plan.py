@@ -44,8 +44,8 @@ class Plan(Config):
     """The settings that the plan decides, by dotted name; the others stay as they are."""
     given: dict[str, Any] = Field(default_factory=dict)
     """The settings that it was asked for with, by dotted name: a run that follows the plan has them too."""
-    roles: tuple[PlannedRole, ...]
-    """Who works."""
+    roles: tuple[PlannedRole, ...] = ()
+    """Who works; none in a plan that a person wrote."""
     env_steps_per_s: float | None = None
     """Predicted, evaluations left out; None where nothing was measured."""
     updates_per_s: float | None = None

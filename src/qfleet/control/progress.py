@@ -32,7 +32,8 @@ class Progress:
 
     def __init__(self, experiment: Experiment, clock: Callable[[], float]) -> None:
         self._budget, self._clock = experiment.env_steps, clock
-        self._bottleneck = in_turns if experiment.in_turns else side_by_side
+        beside = experiment.placement != "inline" and not experiment.lockstep
+        self._bottleneck = side_by_side if beside else in_turns
         self.begin(0, 0)
 
     def begin(self, env_steps: int, updates: int) -> None:
@@ -102,7 +103,7 @@ def _merged(reports: Sequence[Report]) -> dict[str, float]:
         kinds = (kind, "fused", "worker") if kind == "learner" else (kind, "fused")
         first = next((r.metrics for r in reports if r.kind in kinds), {})
         merged |= {name: first[name] for name in names if name in first}
-    shards = [r.metrics for r in reports if r.kind == "replay" and "replay_size" in r.metrics]
+    shards = [r.metrics for r in reports if r.kind in ("replay", "fused") and "replay_size" in r.metrics]
     if len(shards) > 1:
         merged["replay_size"] = sum(m["replay_size"] for m in shards)
         merged["replay_fill"] = sum(m["replay_fill"] for m in shards) / len(shards)

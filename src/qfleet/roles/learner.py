@@ -40,13 +40,11 @@ from qfleet.roles.feed import Feed
 from qfleet.roles.joining import Joining
 from qfleet.roles.learner_setup import LearnerSetup
 from qfleet.roles.learning import build_learning
+from qfleet.roles.publishing import Publishing, Shown
 from qfleet.roles.updating import Message
-from qfleet.roles.weight_store import snapshot
 
 MEETING_S = 300.0
 """How long ranks wait for each other, at the beginning and in each sum."""
-_PUBLISHING = 16
-"""An idle learner publishes when so many times as long has passed as the last time took."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +88,13 @@ class Learner(Role):
         self._unsent: deque[Priorities] = deque()
         """What the replay shard has no room for yet; empty where every update is waited for."""
         self._batches_seen = self._updates = self._skips = self._skipped = 0
-        self._evaluations_due = self._forgiven = 0
-        self._judged = True  # whether the evaluator has told the score of the model that it was last sent
-        self._lag_sum, self._reward_scale = 0, 1.0
+        self._lag_sum = self._forgiven = self._met = 0
+        self._reward_scale = 1.0
         self._latest: dict[str, torch.Tensor] = {}
-        self._published: Version | None = None
-        self._published_at, self._publishing_s = -math.inf, 0.0
+        self._publishing: Publishing | None = None
+        if handles.weights is not None and handles.models is not None:
+            shown = Shown(handles.weights, handles.models, handles.env_steps)
+            self._publishing = Publishing(setup, self._update, lambda: self._version, shown)
         self._epoch = 0
         self._ended = False
         self._newest_draw: int | None = 0
@@ -140,8 +139,9 @@ class Learner(Role):
         score = self._handles.score.latest()
         if score is not None:
             self._update.score(float(score.returns.mean()))
-            self._judged = True
-        if self._offer_model():
+            if self._publishing is not None:
+                self._publishing.judged = True
+        if self._publishing is not None and self._publishing.offer_model():
             return WORKED
         self._account(wait=False)
         self._send_priorities()
@@ -156,7 +156,7 @@ class Learner(Role):
         if self._account(wait=True):  # with nothing else to do, wait for the device
             self._send_priorities()
             return WORKED
-        wait = self._too_soon()
+        wait = 0.0 if self._publishing is None else self._publishing.too_soon()
         if wait <= 0 and self._publish():
             return WORKED
         if self._feed.exhausted():
@@ -170,11 +170,21 @@ class Learner(Role):
         self._account(wait=False)
         self._send_priorities()
         if self._batches_seen // period > before // period:
-            if self._joining is not None:
-                self._joining.meet(self._update, self._batches_seen)
+            self._meet()
             self._publish()
             if self._joining is not None and self._joining.agreed(self._commit_due()):
                 self._commit()
+
+    def _meet(self) -> None:
+        """Be one with the other ranks; all of them come here after the same update."""
+        if self._joining is not None:
+            self._joining.meet(self._update, self._batches_seen)
+        self._met = self._batches_seen
+
+    def _publish(self) -> bool:
+        """Publish the weights unless the newest are out already, or are in pieces until the ranks meet again."""
+        in_pieces = self._setup.parallel.split > 1 and self._met < self._batches_seen
+        return self._publishing is not None and not in_pieces and self._publishing.publish()
 
     def _commit_due(self) -> bool:
         """Return whether the last state that was kept is old."""
@@ -205,6 +215,8 @@ class Learner(Role):
         self._batches_seen += batches
         if isinstance(learned, Batch | SequenceBatch):
             self._reward_scale = learned.reward_scale
+            if self._publishing is not None:
+                self._publishing.reward_scale = learned.reward_scale
 
     def _account(self, wait: bool) -> bool:
         """Count the updates whose outcome is known by now, with `wait` all of them; return whether there were any."""
@@ -256,61 +268,14 @@ class Learner(Role):
         """Weights are numbered by the batches that made them."""
         return Version(self._epoch, self._batches_seen)
 
-    def _publish(self) -> bool:
-        """Publish the weights unless the newest are out already."""
-        if self._handles.weights is None or self._published == self._version:
-            return False
-        if self._setup.parallel.split > 1 and self._batches_seen % self._setup.learner.publish_period:
-            return False  # the weights are in pieces until the ranks meet
-        began = time.monotonic()
-        self._handles.weights.publish(snapshot(self._update.flat, self._version, self._handles.env_steps.total()))
-        self._published, self._published_at = self._version, time.monotonic()
-        self._publishing_s = self._published_at - began
-        return True
-
-    def _too_soon(self) -> float:
-        """Return for how many seconds an idle learner should not publish: all who read weights have work with them.
-
-        Where roles take turns, and for actors that wait for new weights, it never is too soon.
-        """
-        if not self._setup.ahead or self._setup.agent.kind != "replay" or self._published == self._version:
-            return 0.0
-        return self._published_at + _PUBLISHING * self._publishing_s - time.monotonic()
-
-    def _offer_model(self) -> bool:
-        """Send a model to the evaluator when the run has passed the next multiple of the evaluation period.
-
-        Beside other roles only when the one before it is judged: a model that waits would be an old one by its turn.
-        """
-        steps = self._handles.env_steps.total()
-        due = steps // self._setup.evaluate_every
-        if self._handles.models is None or due <= self._evaluations_due or steps >= self._setup.env_steps:
-            return False
-        if not self._handles.models.ready() or (self._setup.ahead and not self._judged):
-            return False
-        self._evaluations_due, self._judged = due, False
-        self._handles.models.send(self._model())
-        return True
-
-    def _model(self) -> Weights:
-        flat = self._update.target_flat if self._setup.learner.evaluated == "target" else None
-        steps = self._handles.env_steps.total()
-        return snapshot(flat or self._update.flat, self._version, steps, self._reward_scale)
-
     def _finish(self) -> Status:
         """Have the last weights evaluated too, then end."""
         if not self._ended:
-            if self._joining is not None:
-                self._joining.meet(self._update, self._batches_seen)
+            self._meet()
             self._commit()  # or a death from here on would cost the last updates
             self._ended = True
-        if self._handles.models is not None and not self._far[1]:
-            if not self._handles.models.ready():
-                return Idle("the evaluator is busy", wake_on=(self._handles.models,))
-            self._handles.models.send(self._model())
-            self._handles.models.close()
-            self._far[1] = True
-        return DONE
+        busy = None if self._publishing is None else self._publishing.finish(self._far[1:])
+        return busy or DONE
 
     def metrics(self) -> Mapping[str, float]:
         """Return the last update's numbers; reading them waits for the device."""
@@ -335,10 +300,12 @@ class Learner(Role):
         return self._commit()
 
     def _state(self) -> State:
+        nothing: State = {"evaluations_due": 0, "published": None}
+        shown = nothing if self._publishing is None else self._publishing.state_dict()
         return {
             "update": self._update.state_dict(),
-            "counters": [self._batches_seen, self._updates, self._skips, self._skipped, self._evaluations_due],
-            "published": self._published,
+            "counters": [self._batches_seen, self._updates, self._skips, self._skipped, shown["evaluations_due"]],
+            "published": shown["published"],
             "lag_sum": self._lag_sum,
             "reward_scale": self._reward_scale,
             "settings": self._settings,
@@ -358,9 +325,12 @@ class Learner(Role):
 
     def _load(self, state: State) -> None:
         self._update.load_state_dict(state["update"])
-        self._batches_seen, self._updates, self._skips, self._skipped, self._evaluations_due = state["counters"]
-        self._published, self._lag_sum = state["published"], state["lag_sum"]
-        self._reward_scale, self._epoch = state["reward_scale"], state.get("epoch", 0)
+        self._batches_seen, self._updates, self._skips, self._skipped, due = state["counters"]
+        self._lag_sum, self._epoch = state["lag_sum"], state.get("epoch", 0)
+        self._reward_scale = state["reward_scale"]
+        if self._publishing is not None:
+            shown = {"evaluations_due": due, "published": state["published"], "reward_scale": self._reward_scale}
+            self._publishing.load_state_dict(shown)
         if "feed" in state:  # older checkpoints have none
             self._feed.load_state_dict(state["feed"])
         if self._joining is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from qfleet.algo.updates import Update
 from qfleet.core.protocols import Counter, Publisher, Sender
 from qfleet.core.role import Idle, State
-from qfleet.core.types import Bools, Version, Weights
+from qfleet.core.types import Bools, Ints, Version, Weights
 from qfleet.roles.learner_setup import LearnerSetup
 from qfleet.roles.weight_store import snapshot
 
@@ -55,9 +55,9 @@ class Publishing:
     def too_soon(self) -> float:
         """Return for how many seconds one who is idle should not publish: all who read weights have work with them.
 
-        Where roles take turns it never is too soon.
+        Where roles take turns, and for actors that wait for new weights, it never is too soon.
         """
-        if not self._setup.ahead or self._published == self._version():
+        if not self._setup.ahead or self._setup.agent.kind != "replay" or self._published == self._version():
             return 0.0
         return self._published_at + _PUBLISHING * self._seconds - time.monotonic()
 
@@ -76,7 +76,7 @@ class Publishing:
         models.send(self._model())
         return True
 
-    def finish(self, sent: Bools) -> Idle | None:
+    def finish(self, sent: Bools | Ints) -> Idle | None:
         """Send the last model, unless `sent` [1] says that it is; return what has to be waited for before that."""
         if not sent[0]:
             if not self._shown.models.ready():

@@ -16,15 +16,16 @@ def choose(setup: FusedSetup, network: QNetwork) -> Choices:
     """Return how to compute the updates of this run; see `accel.choices.choose` for what it changes."""
     assert isinstance(setup.agent, ReplayAgent | RolloutAgent)
     device, work = torch.device(setup.device), workload_of(setup)
-    return choose_for(Job(setup.accel, setup.agent, setup.optim, device, work, former=setup.former), network)
+    barred = {} if setup.group is None else {"graphs": "ranks sum their gradients before each step"}
+    return choose_for(Job(setup.accel, setup.agent, setup.optim, device, work, barred, setup.former), network)
 
 
 def workload_of(setup: FusedSetup) -> Workload:
     """Return what this run computes, as far as it decides which settings are fast."""
-    agent, batch = setup.agent, setup.learner.batch_size
+    agent, batch = setup.agent, setup.batch
     assert isinstance(agent, ReplayAgent | RolloutAgent)
     if isinstance(agent, RolloutAgent):
-        batch = setup.actor.envs * agent.rollout_length // agent.minibatches
+        batch = setup.envs * agent.rollout_length // agent.minibatches
     return workload(
         agent,
         setup.network,
@@ -32,6 +33,6 @@ def workload_of(setup: FusedSetup) -> Workload:
         setup.spec,
         setup.code,
         sampler=setup.replay.sampler.kind if isinstance(agent, ReplayAgent) else "",
-        envs=setup.actor.envs,
+        envs=setup.envs,
         batch=batch,
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qfleet.accel.choices import CHANGED
 from qfleet.accel.graphs import Recording
+from qfleet.algo.agent import ReplayAgent, RolloutAgent
 from qfleet.algo.exploration import epsilons
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.model_io import read_tensors
@@ -25,6 +26,8 @@ from qfleet.envs.tensor.games import make_tensor_env
 from qfleet.roles.fused.choices import choose
 from qfleet.roles.fused.player import Player, Ticked
 from qfleet.roles.fused.setup import FusedSetup
+from qfleet.roles.fused.shares import shared
+from qfleet.roles.fused.team import Team
 
 
 @dataclass(frozen=True)
@@ -44,20 +47,22 @@ class Progress:
 class Loop(ABC):
     """Environments, networks and their update on one device."""
 
-    def __init__(self, setup: FusedSetup) -> None:
-        self.setup, self.device = setup, torch.device(setup.device)
-        self.generator = seeding.torch_stream(setup.seed, "fused", purpose="play", device=self.device)
+    def __init__(self, setup: FusedSetup, team: Team | None = None) -> None:
+        """Take the `team` of a loop that is one of several."""
+        self.setup, self.device, self.team = setup, torch.device(setup.device), team
+        self.generator = seeding.torch_stream(setup.seed, "fused", setup.rank, "play", device=self.device)
+        # The same on all ranks, which learn with the same noise.
         self.learning = seeding.torch_stream(setup.seed, "fused", purpose="update", device=self.device)
         self.steps = 0
-        """Transitions so far, as of the last piece's end."""
+        """Transitions of the run so far, as of the last piece's end."""
         self.report = ""
         """What a person should know of how the loop began or was resumed; empty if nothing."""
         self.update = self._build_update()
         settings = self.choices.settings
         compiled = settings.compile if self.device.type == "cuda" else settings.kernels
-        self.player = Player(make_tensor_env(setup.env), setup.actor.envs, self.generator, compiled)
-        envs = setup.actor.envs
-        self._epsilon = torch.from_numpy(epsilons(setup.exploration, 0, 0, envs, envs)).to(self.device)
+        self.player = Player(make_tensor_env(setup.env), setup.envs, self.generator, compiled)
+        own = setup.rank * setup.envs, setup.envs
+        self._epsilon = torch.from_numpy(epsilons(setup.exploration, 0, *own, setup.actor.envs)).to(self.device)
         self._seen = [0.0, 0.0, 0.0]
         """The episodes that were counted when metrics were last read, their returns, their lengths."""
         self._recent: dict[str, float] = {}
@@ -83,15 +88,15 @@ class Loop(ABC):
             self.report = str(warm_start(network, read_tensors(setup.warm_start), setup.warm_start_part))
         network = network.to(self.device)
         self.choices = choose(setup, network)
-        update = build_update(
-            setup.agent,
-            network,
-            setup.optim,
-            self.learning,
-            setup.total_updates,
-            gradient=self.choices.gradient,
-            stepper=self.choices.stepper,
-        )
+        parts = (setup.agent, network, setup.optim, self.learning, setup.total_updates)
+        if self.team is None:
+            update = build_update(*parts, gradient=self.choices.gradient, stepper=self.choices.stepper)
+        else:
+            assert isinstance(setup.agent, ReplayAgent | RolloutAgent)
+            gradient = shared(self.choices.gradient, setup.agent, self.team.whole)
+            stepper = self.team.joining.stepper or self.choices.stepper
+            update = build_update(*parts, self.team.sum_, gradient, stepper)
+            self.team.attach(update)
         assert isinstance(update, DeepUpdate)
         self._values = self.choices.values(network)
         return update
@@ -115,8 +120,9 @@ class Loop(ABC):
             self._epsilon.fill_(self.setup.exploration.at(self.steps + further))
 
     def count_steps(self) -> int:
-        """Return the transitions since the last call. Waits for the device."""
-        before, self.steps = self.steps, int(self.player.steps.item())
+        """Return the run's transitions since the last call. Waits for the device, and for the other ranks."""
+        before, own = self.steps, int(self.player.steps.item())
+        self.steps = own if self.team is None else self.team.total(own)
         return self.steps - before
 
     def metrics(self) -> Mapping[str, float]:
@@ -130,7 +136,7 @@ class Loop(ABC):
 
     def state_dict(self) -> State:
         """Return everything that the loop's future depends on."""
-        return {
+        state = {
             "player": self.player.state_dict(),
             "update": self.update.state_dict(),
             "generator": self.generator.get_state(),
@@ -138,6 +144,7 @@ class Loop(ABC):
             "settings": self.choices.fingerprint,
             "device": self.device.type,
         }
+        return state if self.team is None else {**state, "joining": self.team.joining.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
         """Continue."""
@@ -150,6 +157,8 @@ class Loop(ABC):
         self.update.load_state_dict(state["update"])
         self.generator.set_state(state["generator"])
         self.steps = state["steps"]
+        if self.team is not None:
+            self.team.joining.load_state_dict(state["joining"])
         self.update.prepare()
         self.set_epsilon()
         self._seen, self._recent = self.player.finished.tolist(), {}

@@ -28,9 +28,9 @@ _SMALLER = "Lower actor.envs, learner.batch_size, evaluation.episodes or the net
 def require_memory(setup: FusedSetup, parameters: int, available: int | None = None) -> None:
     """Raise ConfigError when the run of a network with so many parameters does not fit `available` bytes.
 
-    Without `available`, it is what this process has or can still get on the run's device.
+    Without `available`, it is what this process has or can still get on the run's device: of several, its share.
     """
-    room = device_memory(torch.device(setup.device)) if available is None else available
+    room = device_memory(torch.device(setup.device)) // setup.ranks if available is None else available
     passes = {
         ("passes" if setup.device == "cpu" else "passes and recording"): pass_bytes(setup),
         "evaluation": evaluation_bytes(setup),
@@ -58,17 +58,17 @@ def data_bytes(setup: FusedSetup) -> tuple[int, str]:
     agent, envs = setup.agent, setup.actor.envs
     if isinstance(agent, ReplayAgent):
         length = max(setup.replay.capacity // envs, 1)
-        return grid_bytes(setup.spec, length, envs, agent.n_step, setup.replay.sampler), "replay"
+        return grid_bytes(setup.spec, length, setup.envs, agent.n_step, setup.replay.sampler), "replay"
     assert isinstance(agent, RolloutAgent)
-    return _rollout_bytes(setup.spec, agent) * envs, "rollout"
+    return _rollout_bytes(setup.spec, agent) * setup.envs, "rollout"
 
 
 def pass_bytes(setup: FusedSetup) -> int:
     """Return about how many bytes one update takes besides what is kept."""
-    samples = 2 * setup.learner.batch_size
+    samples = 2 * setup.batch
     if isinstance(setup.agent, RolloutAgent):
         # All of a rollout is valued at once; that pass keeps nothing for a gradient, but its layers are as wide.
-        samples = setup.actor.envs * setup.agent.rollout_length
+        samples = setup.envs * setup.agent.rollout_length
     return WORKSPACE.get(torch.device(setup.device).type, 0) + samples * _sample_bytes(setup.spec)
 
 
@@ -90,17 +90,17 @@ def _rollout_bytes(spec: EnvSpec, agent: RolloutAgent) -> int:
 
 def _advice(setup: FusedSetup, left: int) -> str:
     """Return what would fit in the bytes that are left beside model and passes."""
-    agent, envs = setup.agent, setup.actor.envs
+    agent, envs = setup.agent, setup.envs
     if isinstance(agent, RolloutAgent):
         each = _rollout_bytes(setup.spec, agent) + agent.rollout_length * _sample_bytes(setup.spec)
-        fitting = (left + envs * agent.rollout_length * _sample_bytes(setup.spec)) // each
+        fitting = (left + envs * agent.rollout_length * _sample_bytes(setup.spec)) // each * setup.ranks
         return f"Lower actor.envs to at most {fitting:,}." if fitting > 0 else _SMALLER
     assert isinstance(agent, ReplayAgent)
     stack = max(leaf.stack for leaf in setup.spec.observations.values())
     length = largest_length(setup.spec, envs, agent.n_step, setup.replay.sampler, max(left, 0))
     if length < agent.n_step + stack:
         return f"No replay.capacity would fit: {_SMALLER}"
-    return f"Lower replay.capacity to at most {length * envs:,}."
+    return f"Lower replay.capacity to at most {length * setup.actor.envs:,}."
 
 
 def _gib(size: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -12,12 +13,15 @@ from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.schedules import Schedule
 from qfleet.algo.updates import Learned, ReplayUpdate
+from qfleet.core import seeding
 from qfleet.core.role import State
+from qfleet.core.tensors import TensorBatch
 from qfleet.replay.grid import GridSample, split_sample
 from qfleet.replay.samplers import UniformConfig
 from qfleet.roles.fused.loop import Loop, Progress
 from qfleet.roles.fused.memory import require_memory
 from qfleet.roles.fused.setup import FusedSetup
+from qfleet.roles.fused.team import Team
 from qfleet.roles.learner_setup import LearnerConfig
 
 TICKS = 32
@@ -42,15 +46,18 @@ class ReplayLoop(Loop):
 
     update: ReplayUpdate
 
-    def __init__(self, setup: FusedSetup) -> None:
-        super().__init__(setup)
+    def __init__(self, setup: FusedSetup, team: Team | None = None) -> None:
+        super().__init__(setup, team)
         assert isinstance(setup.agent, ReplayAgent)
         self._agent, envs = setup.agent, setup.actor.envs
         require_memory(setup, self.update.flat.parameters.numel())
         length = max(setup.replay.capacity // envs, 1)
         window = self._agent.n_step, self._agent.gamma
         made_by = grid_type(setup.replay.sampler, self.device, self.choices.settings.kernels)
-        self.grid = made_by(setup.spec, length, envs, *window, setup.replay.sampler, self.device, self.learning)
+        drawing = self.learning
+        if team is not None:  # ranks learn with the same noise, but draw by themselves
+            drawing = seeding.torch_stream(setup.seed, "fused", setup.rank, "draw", device=self.device)
+        self.grid = made_by(setup.spec, length, setup.envs, *window, setup.replay.sampler, self.device, drawing)
         self._drawn = BATCHES if isinstance(setup.replay.sampler, UniformConfig) else 1
         """Batches that may be drawn at once: what is learned from one changes the priorities for the next."""
         self._beta = torch.zeros((), device=self.device)
@@ -201,20 +208,29 @@ class ReplayLoop(Loop):
 
     def _learn_several(self, count: int) -> None:
         """Learn from several batches that were drawn at once: to draw one alone takes nearly as long."""
-        for sample in split_sample(self.grid.sample(count * self.setup.learner.batch_size, self._beta), count):
+        for sample in split_sample(self.grid.sample(count * self.setup.batch, self._beta), count):
             self._of_single = self._learn_from(sample)
 
     def _learn(self) -> Learned:
-        return self._learn_from(self.grid.sample(self.setup.learner.batch_size, self._beta))
+        return self._learn_from(self.grid.sample(self.setup.batch, self._beta))
 
     def _learn_from(self, sample: GridSample) -> Learned:
         if self._two_modes:
             self.update.online.train()
-        learned = self.update.learn(sample.batch)
+        learned = self.update.learn(sample.batch if self.team is None else self._part(sample.batch, self.team))
         self._streak = self._streak + 1 if learned.made is False else 0
         if learned.made is not False:
             self.grid.update_priorities(sample.index, sample.generation, learned.priority)
         return learned
+
+    def _part(self, batch: TensorBatch, team: Team) -> TensorBatch:
+        """Return a batch as this rank's part of the whole one, with weights over the maximum of all ranks."""
+        weight = batch.weight
+        if self.grid.priorities is not None:
+            tree = self.grid.priorities.tree
+            unlikeliest = tree.total / tree.minimum
+            weight = weight * (unlikeliest / team.largest(unlikeliest)) ** self._beta
+        return replace(batch, weight=weight, size=self.setup.learner.batch_size)
 
     def metrics(self) -> Mapping[str, float]:
         """Return the numbers worth watching. Waits for the device."""

@@ -2,7 +2,7 @@
 
 Receives: nothing.
 Sends: Evaluated and Notices to the run's monitor.
-Waits for: room for its results.
+Waits for: room for its results; one of several that learn as one, for the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qfleet.accel.table import Settings
 from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.networks import foreign_randomness
 from qfleet.core.errors import QfleetError
-from qfleet.core.protocols import Counter, Sender
+from qfleet.core.protocols import Counter, Keep, Sender
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.types import Evaluated, Notice, Version
 from qfleet.roles.fused.evaluation import DeviceEvaluation
@@ -28,17 +28,21 @@ from qfleet.roles.fused.loop import Loop, Progress
 from qfleet.roles.fused.replay_loop import ReplayLoop
 from qfleet.roles.fused.rollout_loop import RolloutLoop
 from qfleet.roles.fused.setup import FusedSetup, without_effect
+from qfleet.roles.fused.snapshots import Snapshots
+from qfleet.roles.fused.team import Team
 from qfleet.roles.weight_store import snapshot
 
 
 @dataclass(frozen=True)
 class FusedHandles:
-    """What a fused loop sees of the run."""
+    """What a fused loop sees of the run; of several loops only the first speaks and counts."""
 
-    events: Sender[Evaluated | Notice]
-    env_steps: Counter
-    updates: Counter
-    samples: Counter
+    events: Sender[Evaluated | Notice] | None
+    env_steps: Counter | None
+    updates: Counter | None
+    samples: Counter | None
+    keep: Keep | None = None
+    """Where states outlive the loop; None where nothing does."""
 
 
 class Fused(Role):
@@ -48,9 +52,11 @@ class Fused(Role):
 
     def __init__(self, setup: FusedSetup, handles: FusedHandles) -> None:
         self._handles = handles
+        life = 0 if handles.keep is None else handles.keep.life
+        self._team = None if setup.group is None else Team(setup.group, setup.parallel, setup.seed, life)
         self._build(setup)
         self._best, self._due = -np.inf, 0
-        self._skips = self._skipped = 0
+        self._skips = self._skipped = self._batches = 0
         self._finished = False
         self._describe()
         if idle := without_effect(setup):
@@ -58,11 +64,32 @@ class Fused(Role):
         if self._loop.report:
             self._notice("warm_start", self._loop.report)
             self._loop.report = ""
+        self._snapshots = None if self._team is None or handles.keep is None else Snapshots(handles.keep, self._team)
+        if self._snapshots is not None and life > 0:
+            self._recover(self._snapshots)
 
     def _build(self, setup: FusedSetup) -> None:
         self._setup = setup
-        self._loop: Loop = ReplayLoop(setup) if isinstance(setup.agent, ReplayAgent) else RolloutLoop(setup)
-        self._evaluation = DeviceEvaluation(setup, self._loop.choices)
+        kind = ReplayLoop if isinstance(setup.agent, ReplayAgent) else RolloutLoop
+        self._loop: Loop = kind(setup, self._team)
+        self._evaluation = DeviceEvaluation(setup, self._loop.choices) if setup.rank == 0 else None
+
+    def _recover(self, snapshots: Snapshots) -> None:
+        """Go on from the last state that all ranks kept in former lives of the group."""
+        state = snapshots.restore()
+        if state is not None:
+            self._load(state["role"])
+            self._batches = state["batches"]
+        lost = snapshots.counts - self._counts
+        self._count(*(-lost).tolist())
+        self._commit(snapshots)
+        text = f"the loops were restarted from update {self._loop.update.updates}: {lost[1]} updates lost"
+        self._notice("restarted", text)
+
+    def _commit(self, snapshots: Snapshots) -> None:
+        """Make the present state outlive this process."""
+        snapshots.commit({"role": self.state_dict(), "batches": self._batches})
+        snapshots.counts[:] = self._counts
 
     def _describe(self) -> None:
         """Say how updates are computed, and what of the network cannot be resumed exactly."""
@@ -72,8 +99,9 @@ class Fused(Role):
 
     def step(self) -> Status:
         """Evaluate if that is due, else act and learn for a while."""
-        if not self._handles.events.ready():
-            return Idle("results are not read", wake_on=(self._handles.events,))
+        events = self._handles.events
+        if events is not None and not events.ready():
+            return Idle("results are not read", wake_on=(events,))
         over = self._loop.over
         due = self._loop.steps // self._setup.evaluation.every
         if self._finished:
@@ -83,15 +111,41 @@ class Fused(Role):
             self._evaluate()
             return WORKED
         progress = self._loop.advance()
-        self._handles.env_steps.add(progress.steps)
-        self._handles.updates.add(progress.updates)
-        self._handles.samples.add(progress.batches)
+        self._batches += progress.batches
+        self._count(progress.steps, progress.updates, progress.batches)
         self._guard(progress)
+        if self._team is not None:
+            self._team.meet()
+        if self._snapshots is not None:
+            self._snapshots.counts[:] = self._counts
+            if self._snapshots.due(self._setup.learner.snapshot_s):
+                self._commit(self._snapshots)
         return WORKED
 
+    @property
+    def _counts(self) -> tuple[int, int, int]:
+        """Transitions, updates and batches so far, as the first loop counts them."""
+        return self._loop.steps, self._loop.update.updates, self._batches
+
+    def _count(self, steps: int, updates: int, batches: int) -> None:
+        counters = (self._handles.env_steps, self._handles.updates, self._handles.samples)
+        for counter, count in zip(counters, (steps, updates, batches), strict=True):
+            if counter is not None:
+                counter.add(count)
+
     def _evaluate(self) -> None:
-        self.phase, began = "evaluating", time.perf_counter()
-        returns, lengths = self._evaluation.play(self._loop.evaluated)
+        """Evaluate on the first rank; the others wait for it in a phase that may take as long."""
+        self.phase = "evaluating"
+        if self._evaluation is not None:
+            self._send_evaluation(self._evaluation)
+        if self._team is not None:
+            self._team.meet()
+        self.phase = "running"
+
+    def _send_evaluation(self, evaluation: DeviceEvaluation) -> None:
+        began, events = time.perf_counter(), self._handles.events
+        assert events is not None
+        returns, lengths = evaluation.play(self._loop.evaluated)
         mean = float(returns.mean())
         self._loop.update.score(mean)
         # Of equal scores the later one is kept: it has seen more.
@@ -99,8 +153,7 @@ class Fused(Role):
         version = Version(0, self._loop.update.updates)
         weights = snapshot(self._loop.evaluated, version, self._loop.steps) if best else None
         seconds = time.perf_counter() - began
-        self._handles.events.send(Evaluated(version, self._loop.steps, returns, lengths, seconds, best, weights))
-        self.phase = "running"
+        events.send(Evaluated(version, self._loop.steps, returns, lengths, seconds, best, weights))
 
     def _guard(self, progress: Progress) -> None:
         """Name skipped updates; give up when all of several in a row were and no loss scale is to blame."""
@@ -109,25 +162,28 @@ class Fused(Role):
         self._skips = max(progress.streak - forgiven, 0) + (0 if progress.updates else self._skips)
         # Those that were made divide the others into rows, of which one has its share at least, wherever it was.
         row = max(math.ceil((progress.skipped - forgiven) / (progress.updates + 1)), self._skips)
+        blamed = self._team.blamed() if self._team is not None and progress.skipped else []
+        loss = f" (the losses of rank {', '.join(map(str, blamed))})" if blamed else ""
         if row >= self._setup.learner.skips:
             raise QfleetError(
-                f"{row} updates in a row were not finite (NaN or infinity), the last ones after update"
+                f"{row} updates in a row were not finite (NaN or infinity){loss}, the last ones after update"
                 f" {self._loop.update.updates}. Checkpoints saved before are kept."
                 " Lower optim.lr, set optim.max_grad_norm, or check the rewards."
             )
         if progress.skipped:
-            text = f"{progress.skipped} updates before update {self._loop.update.updates + 1} were not finite: skipped"
-            self._notice("skipped_update", text)
+            before = f"before update {self._loop.update.updates + 1}"
+            self._notice("skipped_update", f"{progress.skipped} updates {before} were not finite{loss}: skipped")
 
     def _notice(self, kind: str, text: str) -> None:
-        if self._handles.events.ready():
+        if self._handles.events is not None and self._handles.events.ready():
             self._handles.events.send(Notice(self.kind, 0, kind, text))
 
     def metrics(self) -> Mapping[str, float]:
         """Return the loop's numbers; reading them waits for the device."""
         update = self._loop.update
         own = {"updates": float(update.updates), "learning_rate": update.learning_rate}
-        return {**self._loop.metrics(), **own, "skipped_updates": float(self._skipped), "policy_lag": 0.0}
+        sent = {} if self._team is None else self._team.joining.metrics()
+        return {**self._loop.metrics(), **own, **sent, "skipped_updates": float(self._skipped), "policy_lag": 0.0}
 
     def state_dict(self) -> State:
         """Return the loop and how its evaluations stand."""
@@ -136,6 +192,11 @@ class Fused(Role):
 
     def load_state_dict(self, state: State) -> None:
         """Continue; a longer budget goes on after the end."""
+        self._load(state)
+        if self._snapshots is not None:
+            self._commit(self._snapshots)
+
+    def _load(self, state: State) -> None:
         self._compute_as_before(state["loop"]["settings"])
         self._loop.load_state_dict(state["loop"])
         if self._loop.report:
@@ -145,8 +206,10 @@ class Fused(Role):
         self._finished = bool(finished) and self._loop.steps >= self._setup.env_steps
 
     def close(self) -> None:
-        """Give the process's switches back."""
+        """Leave the group, and give the process's switches back."""
         set_deterministic(False)
+        if self._team is not None:
+            self._team.close()
 
     def _compute_as_before(self, saved: Mapping[str, Any]) -> None:
         """Build the loop anew with the settings it had, where a probe's choice since then has others."""

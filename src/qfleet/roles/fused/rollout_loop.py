@@ -20,6 +20,7 @@ from qfleet.algo.updates import RolloutUpdate, build_update
 from qfleet.roles.fused.loop import Loop, Progress
 from qfleet.roles.fused.memory import require_memory
 from qfleet.roles.fused.setup import FusedSetup
+from qfleet.roles.fused.team import Team
 
 
 class RolloutLoop(Loop):
@@ -27,8 +28,8 @@ class RolloutLoop(Loop):
 
     update: RolloutUpdate
 
-    def __init__(self, setup: FusedSetup) -> None:
-        super().__init__(setup)
+    def __init__(self, setup: FusedSetup, team: Team | None = None) -> None:
+        super().__init__(setup, team)
         assert isinstance(setup.agent, RolloutAgent)
         self._agent = setup.agent
         require_memory(setup, self.update.flat.parameters.numel())
@@ -53,8 +54,13 @@ class RolloutLoop(Loop):
         self._working()
         made = self.update.updates - before
         if made < tried:
-            tried -= self.update.take_empty()
+            tried -= min(self._take_empty(), tried - made)
         return Progress(self.count_steps(), made, tried, tried - made, tried if made == 0 else 0)
+
+    def _take_empty(self) -> int:
+        """Return how many minibatches were left out for lack of weight; one rank that has none is enough."""
+        empty = self.update.take_empty()
+        return empty if self.team is None or self.team.apart else self.team.total(empty)
 
     def _work(self) -> None:
         played = self._play()
@@ -72,7 +78,7 @@ class RolloutLoop(Loop):
         assert isinstance(update, RolloutUpdate)
         seen = self.player.env.observe(self.player.state)
         self.choices.values(online)(seen)
-        samples = ticks * setup.actor.envs
+        samples = ticks * setup.envs
         update.prepare()
         update.learn(
             RolloutTensors(

@@ -93,6 +93,14 @@ SUITES = {
     "stragglers": Suite(
         "One slow environment among many in an actor.", ("one of 8 environments 10 times slower than 200 us",)
     ),
+    "scaling": Suite(
+        "Several learners on this machine's cores: their traffic, their speed, and a slow one among them.",
+        (
+            "bytes that one of 2, 3 and 4 ranks sends for an update, in each compressed form beside none",
+            "transitions a second of 2 and 4 ranks of a small and 2, 3 and 4 of the Nature network, beside one",
+            "parameter server, one of 4 workers 5 times slower: gradients a second, mode async beside sync",
+        ),
+    ),
     "replay": Suite(
         "The replay alone, with --peers beside cpprb.",
         (
@@ -118,7 +126,19 @@ SUITES = {
 class BenchOptions(Config):
     """Flags of `bench`."""
 
-    suite: Literal["all", "solve", "replay", "learner", "envs", "fused", "pipeline", "inference", "stragglers", "start"]
+    suite: Literal[
+        "all",
+        "solve",
+        "replay",
+        "learner",
+        "envs",
+        "fused",
+        "pipeline",
+        "inference",
+        "stragglers",
+        "scaling",
+        "start",
+    ]
     """What to measure."""
     peers: Path | None = None
     """Environment with the peers, made by benchmarks/peers/setup.sh; without it only our figures are measured."""
@@ -139,7 +159,7 @@ def run(words: Sequence[str]) -> int:
         return 0
     given = parse_options(BenchOptions, words, "suite", USAGE)
 
-    from qfleet.bench import envs, fused, inference, learner, pipeline, replay, solve, start, stragglers
+    from qfleet.bench import envs, fused, inference, learner, pipeline, replay, scaling, solve, start, stragglers
     from qfleet.bench.table import Row, markdown, plain
 
     suites: dict[str, Callable[[], list[Row]]] = {
@@ -150,6 +170,7 @@ def run(words: Sequence[str]) -> int:
         "pipeline": lambda: pipeline.measure(given.peers),
         "inference": inference.measure,
         "stragglers": stragglers.measure,
+        "scaling": scaling.measure,
         "replay": lambda: replay.measure(given.peers),
         "solve": lambda: solve.measure(given.peers, range(given.first_seed, given.first_seed + given.seeds)),
     }

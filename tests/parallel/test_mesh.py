@@ -125,6 +125,7 @@ def test_state_of_another_network_is_refused(alone: Mesh) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_one_rank_on_a_gpu_learns_as_on_a_cpu(tmp_path: Path) -> None:
     expected = unsplit("nature")
     mesh = Mesh(Degrees(), 0, 1, f"file://{tmp_path}/meet", "cuda", 30.0)

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from qfleet.algo.agent import ReplayAgent
-from qfleet.control import measurements, resources
+from qfleet.control import resources
 from qfleet.control.feeding import FeedCost, feed_cost
 from qfleet.control.machine import key_of, measure
-from qfleet.control.measurements import Measurements
+from qfleet.control.measurements import KNOWN, Measurements
 from qfleet.control.pieces import stored_bytes
 from qfleet.control.plan import Plan, PlannedRole
 from qfleet.control.planner import make_plan
@@ -101,7 +101,7 @@ def _measured(
     experiment: Experiment, spec: EnvSpec, code: UserCode, found: Resources, say: Say, fresh: bool
 ) -> Measurements:
     key = key_of(experiment, code, found, versions())
-    known = None if fresh else measurements.find(key)
+    known = None if fresh else KNOWN.find(key)
     if known is not None:
         return known
     with tempfile.TemporaryDirectory(prefix="qfleet-plan-") as directory:
@@ -109,7 +109,7 @@ def _measured(
         measured = measure(experiment, spec, code, found, rig, say, _feed(experiment, spec, code))
     if measured.quiet:
         with contextlib.suppress(OSError):  # a cache that cannot be written only costs the next plan its time
-            measurements.store(key, measured)
+            KNOWN.store(key, measured)
     return measured
 
 

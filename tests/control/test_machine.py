@@ -141,7 +141,7 @@ def test_what_was_measured_is_remembered_for_the_same_work_only(monkeypatch: pyt
 def test_what_a_busy_machine_says_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "QUIET", 1.1)
     measured(small())
-    assert not kept.measurements_path().exists()
+    assert not kept.KNOWN.path.exists()
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -155,7 +155,7 @@ def test_an_environment_that_sleeps_is_told_from_a_busy_machine(share: float, mo
     assert found is not None
     assert found.cpu_share < kept.QUIET
     assert ("no other program" in plan.reasons["load"]) == (share == 1.0)
-    assert kept.measurements_path().exists() == (share == 1.0), "remembered, unless others disturbed it"
+    assert kept.KNOWN.path.exists() == (share == 1.0), "remembered, unless others disturbed it"
     if share == 1.0:
         monkeypatch.setattr(machine, "_timed", lambda *rest: pytest.fail("measured again"))
         assert measured(run, code) == found
@@ -177,7 +177,7 @@ def test_a_loop_gets_its_share_of_a_core_that_others_want() -> None:
 
 
 def test_a_damaged_cache_is_measured_again_and_rewritten() -> None:
-    path = kept.measurements_path()
+    path = kept.KNOWN.path
     path.parent.mkdir(parents=True)
     path.write_text("{")
     assert kept.find({"a": 1}) is None

@@ -50,10 +50,16 @@ def test_every_plan_finishes_with_its_updates_and_resumes(plan, tmp_path):
     further = api.resume(run.dir, env_steps=1200)
     assert abs(further.summary["updates"] - (further.summary["env_steps"] - 200) / 4) <= 3
     assert last_record(further)["skipped_updates"] == 0
+    assert not list(run.dir.glob(".rendezvous*")), "what ranks met by is gone"
 
 
 def test_a_split_run_leaves_a_whole_model(tmp_path):
-    run = api.train(short(env_steps=600, **SMALL, **{"parallel.tensor": 2}), run_dir=tmp_path / "run", seed=3)
+    """By a plan that a person wrote: no more than what it is for and what it decides."""
+    written = tmp_path / "plan.yaml"
+    written.write_text("preset: cartpole\nalgo: dqn\nplacement: processes\nsettings: {actors: 1, parallel.tensor: 2}\n")
+    changes = {name: value for name, value in SMALL.items() if name != "placement"}
+    run = api.train(short(env_steps=600, **changes), run_dir=tmp_path / "run", seed=3, plan=written)
+    assert run.summary["plan"]["settings"]["parallel.tensor"] == 2
     assert run.summary["updates"] > 50
     policy = api.load(run.dir)
     assert policy.act([[0.0, 0.0, 0.0, 0.0]]).shape == (1,)
@@ -66,6 +72,7 @@ def test_a_split_run_leaves_a_whole_model(tmp_path):
         ({"parallel.pipeline": 2, "learner.batch_size": 30}, r"learner\.batch_size 30"),
         ({"parallel.update": {"kind": "local"}}, r"needs learners 2 or more"),
         ({"parallel.compression": {"kind": "int8"}}, r"needs learners 2 or more"),
+        ({"parallel.tensor": 2, "learners": 2, "parallel.compression": {"kind": "int8"}}, r"is for whole networks"),
         ({"parallel.tensor": 2, "placement": "inline"}, r"need placement 'processes'"),
         ({"parallel.tensor": 2, "learners": 2, "parallel.update": {"kind": "local"}}, r"need parallel\.update\.kind"),
     ],

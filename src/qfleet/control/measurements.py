@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-from collections.abc import Mapping
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from qfleet.accel.cache import cache_path
+from qfleet.control.kept import KeptFile
 from qfleet.core.config import Config
 
 Curve = tuple[tuple[int, float], ...]
 """Seconds by size, sizes rising."""
 QUIET = 0.8
 """Below this share of the processor time, what was measured says as much about other programs as about the run."""
-_KEPT = 64
-"""Measurements that the cache holds at most; the oldest go first."""
 
 
 class LearnerCost(Config):
@@ -87,14 +80,8 @@ class Measurements(Config):
         return max(self.cpu_share, self.core_share) >= QUIET
 
 
-class _Entry(Config):
-    key: dict[str, Any]
-    measured: Measurements
-
-
-class _File(Config):
-    format: Literal[1] = 1
-    entries: tuple[_Entry, ...] = ()
+KNOWN = KeptFile("measurements.json", Measurements)
+"""What was measured before on this machine."""
 
 
 def at(curve: Curve, size: float) -> float:
@@ -107,37 +94,3 @@ def at(curve: Curve, size: float) -> float:
     low, high = next((pair for pair in pairwise(curve) if size <= pair[1][0]), (curve[-2], curve[-1]))
     slope = max(0.0, (high[1] - low[1]) / (high[0] - low[0]))
     return max(0.0, low[1] + slope * (size - low[0]))
-
-
-def measurements_path() -> Path:
-    """Return the file that measurements are kept in, beside what probes found."""
-    return cache_path().with_name("measurements.json")
-
-
-def find(key: Mapping[str, Any]) -> Measurements | None:
-    """Return what was measured for exactly this key; a file that cannot be read holds nothing."""
-    wanted = _plain(key)
-    return next((entry.measured for entry in _read() if _plain(entry.key) == wanted), None)
-
-
-def store(key: Mapping[str, Any], measured: Measurements) -> None:
-    """Keep measurements in place of older ones for the same key; raises OSError if that fails."""
-    path, wanted = measurements_path(), _plain(key)
-    others = [entry for entry in _read() if _plain(entry.key) != wanted]
-    kept = _File(entries=(*others, _Entry(key=json.loads(wanted), measured=measured))[-_KEPT:])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A name of its own: two plans at once must not write into the same file.
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".measurements.", delete=False) as partial:
-        partial.write(kept.model_dump_json(indent=1) + "\n")
-    os.replace(partial.name, path)
-
-
-def _read() -> tuple[_Entry, ...]:
-    try:
-        return _File.model_validate_json(measurements_path().read_bytes()).entries
-    except (OSError, ValidationError):  # a cache: what cannot be read is measured again
-        return ()
-
-
-def _plain(key: Mapping[str, Any]) -> str:
-    return json.dumps(key, sort_keys=True)

@@ -32,17 +32,17 @@ class BucketedSum:
         Backward passes finish them from the last to the first.
         """
         self._gradients = gradients
-        self._pieces, end, last = [], gradients.numel(), gradients.numel()
+        self._pieces, end = [], gradients.numel()
         waiting: list[nn.Parameter] = []
         for parameter in reversed(list(module.parameters())):
             waiting.append(parameter)
             assert parameter.grad is not None
             begin = int(parameter.grad.storage_offset() - gradients.storage_offset())
             if (end - begin) * gradients.element_size() >= bucket_bytes:
-                self._add(waiting, begin, last)
-                waiting, end, last = [], begin, begin
-        if waiting or last:
-            self._add(waiting, 0, last)
+                self._add(waiting, begin, end)
+                waiting, end = [], begin
+        if end:
+            self._add(waiting, 0, end)
 
     def __call__(self, gradients: Tensor) -> None:
         """Replace the gradients [P] by their sums over all ranks."""

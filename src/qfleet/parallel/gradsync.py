@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ class GradientGroup:
     def __init__(self, rank: int, size: int, rendezvous: str, timeout_s: float) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of a group of {size}")
-        self.rank, self.size = rank, size
+        self.rank, self.size, self._rendezvous = rank, size, rendezvous
         timeout = timedelta(seconds=timeout_s)
         with self._explained(f"meeting at {rendezvous}"):
             self._store, _, _ = next(meet(rendezvous, rank, size, timeout=timeout))
@@ -90,6 +91,7 @@ class GradientGroup:
     def close(self) -> None:
         """Leave the group; the others fail at their next collective."""
         self._group.abort()
+        remove_meeting_place(self._rendezvous)
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -98,6 +100,12 @@ class GradientGroup:
         except RuntimeError as error:
             who, why = f"rank {self.rank} of {self.size}", _GLOOS_OWN.sub("", str(error))
             raise ConnectionError(f"{who}: {what} failed, another rank may be gone: {why}") from error
+
+
+def remove_meeting_place(rendezvous: str) -> None:
+    """Delete the file that ranks met by, which nobody reads once they have."""
+    if rendezvous.startswith("file://"):
+        Path(rendezvous.removeprefix("file://")).unlink(missing_ok=True)
 
 
 def _local(rendezvous: str) -> bool:

@@ -60,6 +60,8 @@ class ParallelConfig(Config):
              f"{splits} need placement 'processes' or 'ray': inline computes whole networks"),
             (self.split > 1 and update.kind != "allreduce",
              f"{splits} need parallel.update.kind 'allreduce', not '{update.kind}'"),
+            (self.split > 1 and self.compression.kind != "none",
+             f"parallel.compression.kind '{self.compression.kind}' is for whole networks, not with {splits}"),
             (self.pipeline > 1 and (batch_size % learners != 0 or share % self.micro_batches != 0),
              f"parallel.pipeline {self.pipeline} needs equal micro-batches: learner.batch_size {batch_size}"
              f" is not a multiple of learners {learners} times parallel.micro_batches {self.micro_batches}"),

@@ -18,10 +18,10 @@ from qfleet.control.plan import Plan, PlannedRole
 from qfleet.control.planner import make_plan
 from qfleet.control.resources import Resources
 from qfleet.control.rig import Rig
-from qfleet.control.summary import versions
 from qfleet.core.errors import ConfigError
 from qfleet.core.spec import EnvSpec
 from qfleet.core.usercode import UserCode
+from qfleet.core.versions import versions
 from qfleet.envs import env_spec
 from qfleet.experiment import Experiment, flattened, with_changes
 from qfleet.parallel.plan import ParallelConfig

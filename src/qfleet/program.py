@@ -39,6 +39,7 @@ from qfleet.roles.learner_setup import GroupConfig
 from qfleet.roles.parameter_server import ParameterServer, ServerHandles
 from qfleet.roles.replay_shard import ReplayShard, ShardHandles, ShardSetup
 from qfleet.runtime.graph import Graph
+from qfleet.runtime.rundir import MEETING
 from qfleet.setups import (
     actor_setup,
     check_inference,
@@ -159,7 +160,7 @@ def _outlived(experiment: Experiment) -> bool:
 
 def _rendezvous(directory: Path) -> str:
     """Return a place where the ranks of a group meet, as torch.distributed's init method."""
-    return f"file://{directory.resolve()}/.rendezvous-{uuid.uuid4().hex}"
+    return f"file://{directory.resolve()}/{MEETING}{uuid.uuid4().hex}"
 
 
 def _add_actors(

@@ -17,9 +17,9 @@ from qfleet.control.parallel_ways import Choice
 from qfleet.control.simulator import simulate
 from qfleet.control.simulator_cluster import cluster_of, parse_options
 from qfleet.control.simulator_text import simulated_text
-from qfleet.control.summary import versions
 from qfleet.core.errors import ConfigError
 from qfleet.core.usercode import UserCode
+from qfleet.core.versions import versions
 from qfleet.envs import env_spec
 from qfleet.experiment import Experiment, flattened, with_changes
 from qfleet.parallel.plan import ParallelConfig

@@ -15,8 +15,8 @@ import pytest
 import torch
 from plan_cases import measurements
 
-from qfleet.control import machine, pieces, resources, rig
-from qfleet.control import measurements as kept
+from qfleet.control import kept, machine, pieces, resources, rig
+from qfleet.control import measurements as known
 from qfleet.control.measurements import Measurements, at
 from qfleet.core.errors import QfleetError
 from qfleet.core.usercode import UserCode
@@ -124,7 +124,7 @@ def test_measuring_leaves_threads_and_random_numbers_as_they_were() -> None:
 
 @pytest.mark.usefixtures("no_processes")
 def test_what_was_measured_is_remembered_for_the_same_work_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "QUIET", 0.0)
+    monkeypatch.setattr(known, "QUIET", 0.0)
     run = small()
     first = measured(run)
     monkeypatch.setattr(machine, "_timed", lambda *rest: pytest.fail("measured again"))
@@ -139,9 +139,9 @@ def test_what_was_measured_is_remembered_for_the_same_work_only(monkeypatch: pyt
 
 @pytest.mark.usefixtures("no_processes")
 def test_what_a_busy_machine_says_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "QUIET", 1.1)
+    monkeypatch.setattr(known, "QUIET", 1.1)
     measured(small())
-    assert not kept.KNOWN.path.exists()
+    assert not known.KNOWN.path.exists()
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -153,9 +153,9 @@ def test_an_environment_that_sleeps_is_told_from_a_busy_machine(share: float, mo
     plan = plan_run(run, code, {"placement"}, lambda text: None)
     found = plan.measurements
     assert found is not None
-    assert found.cpu_share < kept.QUIET
+    assert found.cpu_share < known.QUIET
     assert ("no other program" in plan.reasons["load"]) == (share == 1.0)
-    assert kept.KNOWN.path.exists() == (share == 1.0), "remembered, unless others disturbed it"
+    assert known.KNOWN.path.exists() == (share == 1.0), "remembered, unless others disturbed it"
     if share == 1.0:
         monkeypatch.setattr(machine, "_timed", lambda *rest: pytest.fail("measured again"))
         assert measured(run, code) == found
@@ -177,20 +177,20 @@ def test_a_loop_gets_its_share_of_a_core_that_others_want() -> None:
 
 
 def test_a_damaged_cache_is_measured_again_and_rewritten() -> None:
-    path = kept.KNOWN.path
+    path = known.KNOWN.path
     path.parent.mkdir(parents=True)
     path.write_text("{")
-    assert kept.find({"a": 1}) is None
-    kept.store({"a": 1}, measurements())
-    assert kept.find({"a": 1}) == measurements()
-    assert kept.find({"a": 2}) is None
+    assert known.KNOWN.find({"a": 1}) is None
+    known.KNOWN.store({"a": 1}, measurements())
+    assert known.KNOWN.find({"a": 1}) == measurements()
+    assert known.KNOWN.find({"a": 2}) is None
 
 
 def test_the_oldest_measurements_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "_KEPT", 3)
+    monkeypatch.setattr(kept, "_MOST", 3)
     for number in range(5):
-        kept.store({"number": number}, measurements())
-    assert [kept.find({"number": number}) is not None for number in range(5)] == [False, False, True, True, True]
+        known.KNOWN.store({"number": number}, measurements())
+    assert [known.KNOWN.find({"number": number}) is not None for number in range(5)] == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize(

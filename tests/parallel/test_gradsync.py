@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from rank_threads import as_ranks
 from summing_role import Handles, Settings, Summing, gradient
 
+from qfleet.core.errors import ConfigError
+from qfleet.parallel import gradsync
 from qfleet.parallel.gradsync import GradientGroup
 from qfleet.runtime.graph import Graph
 from qfleet.runtime.processes import ProcessPlacement
@@ -57,3 +60,12 @@ def test_rank_outside_the_group_is_refused() -> None:
 def test_nobody_else_comes_is_an_error_within_the_timeout(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match="rank 0 of 2: meeting"):
         GradientGroup(0, 2, f"file://{tmp_path}/meet", 0.5)
+
+
+def test_ranks_of_other_versions_are_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter(["2.11.0", "2.13.0"])
+    monkeypatch.setattr(gradsync, "versions", lambda: {"torch": next(numbers), "ray": "2.60"})
+    with pytest.raises(
+        ConfigError, match=r"need the same versions: rank 0 has torch 2\.1[13]\.0, rank 1 has torch 2\.1"
+    ):
+        as_ranks(2, lambda group: None)

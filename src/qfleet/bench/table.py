@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from qfleet.control.summary import hardware, versions
+from qfleet.control.summary import hardware
+from qfleet.core.versions import versions
 
 
 @dataclass(frozen=True)

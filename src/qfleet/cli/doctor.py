@@ -55,7 +55,8 @@ def run(words: Sequence[str]) -> int:
 
 def examine() -> dict[str, Any]:
     """Return the findings as plain values."""
-    from qfleet.control.summary import hardware, versions
+    from qfleet.control.summary import hardware
+    from qfleet.core.versions import versions
 
     return {
         "versions": versions(),

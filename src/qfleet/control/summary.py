@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,8 @@ from qfleet.algo.agent import ReplayAgent, RolloutAgent
 from qfleet.control.monitor import Standing, StopReason
 from qfleet.core.statistics import iqm, mean_ci95
 from qfleet.core.types import Array
+from qfleet.core.versions import versions
 from qfleet.experiment import Experiment
-from qfleet.version import __version__
 
 
 def summarise(
@@ -68,17 +67,6 @@ def _scores(returns: Array) -> dict[str, Any]:
     estimate = mean_ci95(returns, np.random.default_rng(0))
     middle = float(iqm(np.asarray(returns, np.float64)))
     return {"mean": estimate.value, "ci95": [estimate.low, estimate.high], "iqm": middle, "episodes": len(returns)}
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of qfleet, Python and the packages that decide about numbers."""
-    found = {"qfleet": __version__, "python": platform.python_version()}
-    for name in ("torch", "numpy", "gymnasium", "ale-py", "numba", "ray"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def hardware() -> dict[str, Any]:

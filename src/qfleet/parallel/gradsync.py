@@ -6,7 +6,6 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,12 @@ import torch
 from torch import distributed
 from torch.distributed.rendezvous import rendezvous as meet
 
-from qfleet.core.errors import QfleetError
+from qfleet.core.errors import ConfigError, QfleetError
+from qfleet.core.versions import versions
 
 _LOOPBACK = "127.0.0.1"
+_COMPARED, _LONGEST = ("qfleet", "torch", "numpy"), 200
+"""Packages that decide about a gradient's bits, and bytes that their versions take at most."""
 _GLOOS_OWN = re.compile(r"^\[[^]]*\] |\. This is typically caused.*", re.DOTALL)
 """What gloo adds to an error that is of no use to a person here: where in its code it was, and general advice."""
 
@@ -31,7 +33,7 @@ class GradientGroup:
     def __init__(self, rank: int, size: int, rendezvous: str, timeout_s: float) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of a group of {size}")
-        self.rank, self.size, self._rendezvous = rank, size, rendezvous
+        self.rank, self.size = rank, size
         timeout = timedelta(seconds=timeout_s)
         with self._explained(f"meeting at {rendezvous}"):
             self._store, _, _ = next(meet(rendezvous, rank, size, timeout=timeout))
@@ -43,6 +45,7 @@ class GradientGroup:
             ]
             options._timeout = timeout
             self._group = gloo(self._store, rank, size, options)
+        self._require_same_versions()
 
     def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replace a contiguous CPU tensor by its sum over all ranks; every rank gets the same bits."""
@@ -81,6 +84,19 @@ class GradientGroup:
                 " other versions of libraries, or faulty memory; resume from the last checkpoint"
             )
 
+    def _require_same_versions(self) -> None:
+        """Raise an error that names the ranks with other versions than rank 0's: they would not compute the same."""
+        own = " ".join(f"{name} {version}" for name, version in versions().items() if name in _COMPARED)
+        room = np.zeros(_LONGEST, np.uint8)
+        room[: len(own)] = np.frombuffer(own.encode(), np.uint8)
+        first, *rest = (bytes(one.numpy()).rstrip(b"\0").decode() for one in self.all_gather(torch.from_numpy(room)))
+        others = [f"rank {rank} has {found}" for rank, found in enumerate(rest, 1) if found != first]
+        if others:
+            raise ConfigError(
+                f"learners need the same versions: rank 0 has {first}, {', '.join(others)}."
+                " Install one set of versions on all machines (requirements.lock names one)"
+            )
+
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the contiguous CPU tensors of all ranks, which have one shape, in the order of ranks."""
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -91,7 +107,6 @@ class GradientGroup:
     def close(self) -> None:
         """Leave the group; the others fail at their next collective."""
         self._group.abort()
-        remove_meeting_place(self._rendezvous)
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -100,12 +115,6 @@ class GradientGroup:
         except RuntimeError as error:
             who, why = f"rank {self.rank} of {self.size}", _GLOOS_OWN.sub("", str(error))
             raise ConnectionError(f"{who}: {what} failed, another rank may be gone: {why}") from error
-
-
-def remove_meeting_place(rendezvous: str) -> None:
-    """Delete the file that ranks met by, which nobody reads once they have."""
-    if rendezvous.startswith("file://"):
-        Path(rendezvous.removeprefix("file://")).unlink(missing_ok=True)
 
 
 def _local(rendezvous: str) -> bool:

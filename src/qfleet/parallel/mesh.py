@@ -14,7 +14,6 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from qfleet.core.errors import ConfigError
-from qfleet.parallel.gradsync import remove_meeting_place
 
 Dimension = Literal["data", "pipeline", "tensor"]
 _DIMENSIONS: tuple[Dimension, ...] = ("data", "pipeline", "tensor")
@@ -60,7 +59,6 @@ class Mesh:
             raise ConfigError(f"rank {rank} is not one of {size}: ranks are counted from 0 to {size - 1}")
         if distributed.is_initialized():
             raise ConfigError("this process has a process group of its own: give each learner rank its own process")
-        self._rendezvous = rendezvous
         self.degrees, self.place, self._name = degrees, degrees.place(rank), f"rank {rank} of {size}"
         self.device = _device(device, rank, size, rendezvous)
         backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -110,7 +108,6 @@ class Mesh:
         """
         if distributed.is_initialized():
             distributed.destroy_process_group()
-        remove_meeting_place(self._rendezvous)
 
 
 def check_degrees(degrees: Degrees, size: int) -> None:

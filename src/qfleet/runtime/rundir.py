@@ -13,6 +13,9 @@ from typing import Any
 
 from qfleet.core.errors import ConfigError
 
+MEETING = ".rendezvous-"
+"""How the names of files begin by which the learners of a run meet."""
+
 
 class RunDir:
     """Paths of one run; a context manager that holds the directory's lock."""
@@ -72,6 +75,8 @@ class RunDir:
     ) -> None:
         if self._made and not self.begun and getattr(error, "exit_code", 0) == ConfigError.exit_code:
             shutil.rmtree(self.path)  # refused before it began: leave nothing behind
+        for place in self.path.glob(f"{MEETING}*"):
+            place.unlink(missing_ok=True)  # ranks that were killed left it
         if self._lock is not None:
             os.close(self._lock)  # the kernel gives the lock back, as it does when the process dies
             self._lock = None

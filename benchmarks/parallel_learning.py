@@ -1,0 +1,179 @@
+"""Shows that runs of several learners learn as well as one: every form of gradients and every way to agree, by seeds.
+
+    python benchmarks/parallel_learning.py [--games cartpole breakout] [--ways int8 topk ...] [--seeds 5]
+
+Every run has the same settings but for the way. Runs that the JSON file beside the table has are not made again, so
+that a benchmark that was cut goes on. The score of a run is that of its kept model over 100 unseen episodes. A way is
+good if its mean over the seeds is not below the 95 % interval (Student's t) of the runs with one learner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from scipy.stats import t as student
+from torch import Tensor, nn
+
+import qfleet.api as api
+from qfleet.core.spec import PLAIN, EnvSpec
+
+TABLE = Path(__file__).with_suffix(".md")
+RUNS = Path(__file__).with_suffix(".json")
+ALONE, SLOW = "one learner", "server async, one of four slow"
+GAMES: dict[str, dict[str, Any]] = {
+    "cartpole": {"preset": "cartpole", "topology": "pipeline", "env_steps": 60_000},
+    "breakout": {
+        "preset": "minatar:breakout",
+        "algo": "dqn",
+        "topology": "pipeline",
+        "env_steps": 100_000,
+        "evaluation.every": 25_000,
+    },
+}
+COMMON = {"placement": "processes", "actors": 1, "threads": 1, "evaluation.test_episodes": 100}
+TWO = {"learners": 2}
+SERVER = {"learners": 3, "parallel.update.kind": "server", "parallel.update.servers": 2}
+FORMS = ("fp16", "bf16", "int8", "sign", "topk", "powersgd")
+WAYS: dict[str, dict[str, Any]] = {
+    ALONE: {},
+    "data parallel": TWO,
+    **{form: {**TWO, "parallel.compression.kind": form} for form in FORMS},
+    "local": {**TWO, "parallel.update.kind": "local"},
+    **{f"server {mode}": {**SERVER, "parallel.update.mode": mode} for mode in ("sync", "async", "stale")},
+    "server async, top-k": {**SERVER, "parallel.update.mode": "async", "parallel.compression.kind": "topk"},
+    SLOW: {**SERVER, "learners": 4, "parallel.update.mode": "async"},
+    "tensor": {"parallel.tensor": 2},
+    "pipeline": {"parallel.pipeline": 2},
+}
+GRADIENT_S, TIMES_SLOWER = 0.004, 5
+"""What a gradient of a worker takes at least where one of them is slow, and how many times as long that one's take."""
+Runs = dict[str, dict[str, dict[str, dict[str, float | None]]]]
+"""What came of each run: by game, way and seed."""
+
+
+class Unlike(nn.Module):
+    """The two layers of the preset cartpole; the gradients of the first process to compute one take longer."""
+
+    def __init__(self, claim: Path, spec: EnvSpec) -> None:
+        super().__init__()
+        (size,) = spec.observations[PLAIN].shape
+        self._layers = nn.Sequential(nn.Linear(size, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU())
+        self._claim, self._pause_s = claim, 0.0
+
+    def forward(self, observation: Tensor) -> Tensor:
+        """Map vectors [B, S] to features [B, 128]."""
+        if torch.is_grad_enabled():
+            self._pause_s = self._pause_s or GRADIENT_S * (TIMES_SLOWER if self._is_first() else 1)
+            time.sleep(self._pause_s)
+        features: Tensor = self._layers(observation)
+        return features
+
+    def _is_first(self) -> bool:
+        try:
+            os.close(os.open(self._claim, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--games", nargs="+", choices=list(GAMES), default=list(GAMES))
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=100)
+    options = parser.parse_args()
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
+        for game in options.games:
+            for way in options.ways:
+                if (way != SLOW or game == "cartpole") and str(seed) not in _read().get(game, {}).get(way, {}):
+                    _keep(game, way, seed, _train(game, way, seed))
+    TABLE.write_text(_page(_read()))
+    print(TABLE.read_text())
+
+
+def _train(game: str, way: str, seed: int) -> dict[str, float | None]:
+    """Return the score of one run, and the steps and bytes that it took."""
+    settings = {**GAMES[game], **COMMON, **WAYS[way]}
+    with tempfile.TemporaryDirectory() as directory:
+        torso = partial(Unlike, Path(directory) / "first") if way == SLOW else None
+        run = api.train(**settings, network=torso, seed=seed, run_dir=Path(directory) / "run")
+        rows = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
+    sent = [row["gradient_bytes"] for row in rows if row.get("gradient_bytes")]
+    return {
+        "score": run.summary["eval"]["mean"],
+        "env_steps": run.summary["env_steps"],
+        "steps_to_target": run.summary.get("env_steps_to_target"),
+        "updates": run.summary["updates"],
+        "gradient_bytes": sent[-1] if sent else None,
+    }
+
+
+def _read() -> Runs:
+    return json.loads(RUNS.read_text()) if RUNS.exists() else {}
+
+
+def _keep(game: str, way: str, seed: int, result: dict[str, float | None]) -> None:
+    runs = _read()
+    runs.setdefault(game, {}).setdefault(way, {})[str(seed)] = result
+    RUNS.write_text(json.dumps(runs, indent=1) + "\n")
+    print(game, way, seed, result, flush=True)
+
+
+def _page(runs: Runs) -> str:
+    lines = ["# Several learners learn as one does", "", f"Written by `python benchmarks/{Path(__file__).name}`."]
+    for game, ways in runs.items():
+        low, high = _interval(_scores(ways[ALONE].values()))
+        lines += [
+            "",
+            f"## {game}",
+            "",
+            f"Settings: `{_words(GAMES[game] | COMMON)}`; seeds {', '.join(ways[ALONE])}."
+            f" Interval of one learner: {low:.1f} to {high:.1f}.",
+            "",
+            "| way | settings | mean score | its interval | not below | median steps to the target |",
+            "|---|---|---|---|---|---|",
+            *(_row(way, list(ways[way].values()), low) for way in WAYS if way in ways),
+        ]
+    return "\n".join([*lines, ""])
+
+
+def _row(way: str, results: list[dict[str, float | None]], low: float) -> str:
+    scores = _scores(results)
+    mean, (below, above) = statistics.mean(scores), _interval(scores)
+    solved = [steps for result in results if (steps := result["steps_to_target"]) is not None]
+    steps = f"{statistics.median(solved):,.0f} ({len(solved)} of {len(results)})" if solved else ""
+    verdict = "yes" if mean >= low else "**no**"
+    return f"| {way} | `{_words(WAYS[way])}` | {mean:.1f} | {below:.1f} to {above:.1f} | {verdict} | {steps} |"
+
+
+def _scores(results: Iterable[dict[str, float | None]]) -> list[float]:
+    return [score for result in results if (score := result["score"]) is not None]
+
+
+def _interval(scores: list[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean."""
+    if len(scores) < 2:
+        return float("nan"), float("nan")
+    half = student.ppf(0.975, len(scores) - 1) * statistics.stdev(scores) / len(scores) ** 0.5
+    return statistics.mean(scores) - half, statistics.mean(scores) + half
+
+
+def _words(settings: dict[str, Any]) -> str:
+    return " ".join(f"{name} {value}" for name, value in settings.items())
+
+
+if __name__ == "__main__":
+    main()

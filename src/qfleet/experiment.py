@@ -143,7 +143,7 @@ class Experiment(Config):
         # Twice a sequence for each environment, since whole segments of rows are dropped.
         sequences = 2 * (memory.burn_in + memory.length + 1) * self.all_actors * self.actor.envs if memory else 0
         return [
-            *self.parallel.contradictions(self.learners, learner.batch_size, replaying and not memory, self.placement),
+            *self.parallel.contradictions(self.learners, learner.batch_size, replaying and not memory),
             (self.agent.kind == "tabular" and self.network.kind != "tabular",
              f"agent.kind 'tabular' needs network.kind 'tabular', not '{self.network.kind}'"),
             (self.agent.kind != "tabular" and self.network.kind == "tabular",
@@ -175,8 +175,6 @@ class Experiment(Config):
              " nothing would be learned"),
             (replaying and self.exploration.kind == "none" and not noisy,
              "exploration.kind 'none' needs agent.noisy True: nothing else would make the agent explore"),
-            (self.learners > 1 and self.placement == "inline" and self.serving is None,
-             f"learners {self.learners} needs placement 'processes' or 'ray': inline has one learner"),
             (self.learners > 1 and not replaying and not self.fused,
              f"learners {self.learners} of agent.kind '{self.agent.kind}' need the fused topology, which"
              f" {self.why_not_fused or 'topology pipeline rules out'}"),
@@ -241,9 +239,14 @@ class Experiment(Config):
         return self.parallel.update if isinstance(self.parallel.update, ServerConfig) else None
 
     @property
+    def split(self) -> int:
+        """Ranks that share a network; inline each is computed as a whole."""
+        return 1 if self.placement == "inline" else self.parallel.split
+
+    @property
     def ranks(self) -> int:
-        """How many processes learn: those of all replicas, each of which may be split."""
-        return self.learners * self.parallel.split
+        """How many ranks learn: those of all replicas, each of which may be split."""
+        return self.learners * self.split
 
     @property
     def _memory(self) -> MemoryConfig | None:
@@ -291,13 +294,12 @@ class Experiment(Config):
     def why_not_fused(self) -> str:
         """What keeps this run from being one loop on one device, or several that learn as one; empty if nothing."""
         several, envs, batch = self.learners, self.actor.envs, self.learner.batch_size
-        placement = "inline" if several == 1 else "processes"
         reasons = {
             f"needs a tensor-native environment (env.kind 'tensor', as in the preset 'cartpole' or with"
             f" --env.kind tensor --env.game maze), not env.kind '{self.env.kind}'": self.env.kind != "tensor",
             f"of one learner has no placement '{self.placement}': it is one loop in this process":
-                several == 1 and self.placement != placement,
-            f"of learners {several} needs placement 'processes', not '{self.placement}'": self.placement != placement,
+                several == 1 and self.placement != "inline",
+            f"of learners {several} needs placement 'processes' or 'inline', not 'ray'": self.placement == "ray",
             f"has one loop for each learner that also acts: actors {self.actors} is for a pipeline": self.actors > 1,
             "has no parameter servers": self.serving is not None,
             "has whole networks: parallel.tensor and parallel.pipeline are for a pipeline": self.parallel.split > 1,
@@ -366,9 +368,9 @@ def with_changes(experiment: Experiment, changes: Mapping[str, Any]) -> Experime
 
 
 def place_learners(tree: dict[str, Any], given: Collection[str]) -> None:
-    """Put a run that was given several learners, and no placement, where these can be: into processes.
+    """Put a run that was given several learners, and no placement, where these are of use: into processes.
 
-    Learners that push to parameter servers can be inline, too.
+    Inline they take turns, for whoever asks for that. Learners that push to parameter servers stay where they are.
     """
     several = isinstance(tree["learners"], int) and tree["learners"] > 1
     moved = "learners" in given and "placement" not in given and tree["placement"] == "inline"

@@ -38,6 +38,7 @@ from qfleet.roles.learner import Learner, LearnerHandles
 from qfleet.roles.learner_setup import GroupConfig
 from qfleet.roles.parameter_server import ParameterServer, ServerHandles
 from qfleet.roles.replay_shard import ReplayShard, ShardHandles, ShardSetup
+from qfleet.roles.twin import FusedTwin, LearnerTwin, Twin, TwinHandles
 from qfleet.runtime.graph import Graph
 from qfleet.runtime.rundir import MEETING
 from qfleet.setups import (
@@ -140,6 +141,7 @@ def _fused_program(experiment: Experiment, spec: EnvSpec, code: UserCode, direct
     graph, ranks = Graph(), experiment.learners
     events_in, events_out = graph.stream("evaluated", capacity=64)
     names, rendezvous = ("env_steps", "updates", "samples"), _rendezvous(directory)
+    loops = []
     for rank in range(ranks):
         first = rank == 0  # one rank speaks for the group
         handles = FusedHandles(
@@ -148,9 +150,20 @@ def _fused_program(experiment: Experiment, spec: EnvSpec, code: UserCode, direct
             keep=graph.keep(f"fused-{rank}") if _outlived(experiment) else None,
         )
         group = GroupConfig(rank, ranks, rendezvous) if ranks > 1 else None
-        graph.add(Fused, fused_setup(experiment, spec, code, group), handles)
+        loops.append((fused_setup(experiment, spec, code, group), handles))
+    _add_ranks(graph, experiment, FusedTwin, loops)
     watched = {name: graph.counter(name) for name in names}
     return Program(graph, MonitorHandles(events=(events_out,), orders=None, **watched))
+
+
+def _add_ranks(graph: Graph, experiment: Experiment, twin: type[Twin], ranks: list[tuple[Any, Any]]) -> None:
+    """Add the ranks of a group, given what each is built from and its handles; inline as one role that plays them."""
+    if experiment.placement == "inline" and len(ranks) > 1:
+        setups, handles = zip(*ranks, strict=True)
+        graph.add(twin, setups, TwinHandles(handles))
+        return
+    for setup, own in ranks:
+        graph.add(twin.member, setup, own)
 
 
 def _outlived(experiment: Experiment) -> bool:
@@ -287,7 +300,7 @@ def _add_learners(
     notices: Sender[Any],
 ) -> None:
     """Add one learner for each feed; several are the ranks of a group."""
-    rendezvous = _rendezvous(directory)
+    rendezvous, ranks = _rendezvous(directory), []
     for rank, feed in enumerate(feeds):
         first = rank == 0  # one rank speaks for the group
         learner = LearnerHandles(
@@ -304,7 +317,8 @@ def _add_learners(
             keep=graph.keep(f"learner-{rank}"),
         )
         group = GroupConfig(rank, len(feeds), rendezvous) if len(feeds) > 1 else None
-        graph.add(Learner, learner_setup(experiment, spec, code, group), learner)
+        ranks.append((learner_setup(experiment, spec, code, group), learner))
+    _add_ranks(graph, experiment, LearnerTwin, ranks)
 
 
 def _add_serving(

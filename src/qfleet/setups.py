@@ -102,7 +102,7 @@ def shard_setup(experiment: Experiment, spec: EnvSpec, directory: Path, index: i
         normalise_rewards=experiment.normalise_rewards,
         batch_size=experiment.learner.batch_size,
         updates_per_draw=experiment.learner.updates_per_draw,
-        split=experiment.parallel.split,
+        split=experiment.split,
         dealt=experiment.serving is not None and experiment.serving.mode != "sync",
         train_period=experiment.learner.train_period,
         learning_starts=experiment.learner.learning_starts,
@@ -170,6 +170,9 @@ def _extras(agent: ReplayAgent) -> dict[str, LeafSpec]:
 
 def learner_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, group: GroupConfig | None) -> LearnerSetup:
     """Return what a learner rank is built from."""
+    parallel, whole = experiment.parallel, None
+    if experiment.split < parallel.split:
+        parallel, whole = parallel.replace(tensor=1, pipeline=1), parallel
     return LearnerSetup(
         learner=experiment.learner,
         network=experiment.network,
@@ -186,7 +189,8 @@ def learner_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, group: 
         warm_start_part=experiment.warm_start_part,
         code=code,
         accel=experiment.accel,
-        parallel=experiment.parallel,
+        parallel=parallel,
+        whole=whole,
         ahead=not experiment.in_turns,
         max_decay=_max_decay(experiment),
     )

@@ -214,7 +214,7 @@ CONTRADICTIONS: list[tuple[str, tuple[str, ...]]] = [
     ("--learner.learning-starts 60000", ("learner.learning_starts", "replay.capacity")),
     ("--env-steps 100", ("env_steps", "learner.learning_starts")),
     ("--exploration.kind none", ("exploration.kind", "agent.noisy")),
-    ("--learners 2 --placement inline", ("learners", "placement")),
+    ("--learners 2 --topology fused --placement ray", ("learners", "placement")),
     ("--strict True --placement processes", ("strict", "placement")),
     ("--address auto", ("address", "placement")),
     ("--agent.munchausen on", ("agent", "munchausen", "double")),

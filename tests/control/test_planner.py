@@ -125,6 +125,8 @@ def test_messages_that_cost_more_than_they_save_are_told_of() -> None:
     assert free.placement == "inline"
     assert free.settings == {}
     assert "messages cost more than they save" in free.reasons["placement"]
+    several = planned(tiny, cores=2, run=experiment(learners=2), fixed=())
+    assert several.placement == "processes", "inline they would only take turns"
 
 
 def test_dear_messages_hold_more_steps() -> None:

@@ -11,7 +11,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
-from program_cases import fingerprint, stop_at
+from program_cases import digest, fingerprint, stop_at
 
 import qfleet.api as api
 import qfleet.session
@@ -85,6 +85,19 @@ def test_trap_15_a_group_cut_and_resumed_equals_uncut(name, tmp_path):
     assert fingerprint(api.resume(tmp_path / "cut")) == fingerprint(uncut(name))
 
 
+@pytest.mark.parametrize("name", ["minatar:breakout", "cartpole"])
+def test_loops_that_take_turns_in_one_process_have_the_numbers_of_processes(name, tmp_path):
+    """To the byte: a sum over two ranks has one order only."""
+    run = api.train(group(name, placement="inline"), seed=5, run_dir=tmp_path / "whole")
+    assert (run.summary["topology"], run.summary["placement"]) == ("fused", "inline")
+    assert fingerprint(run)["model"] == fingerprint(uncut(name))["model"]
+    last = checkpoint.complete(run.dir / "checkpoints")[-1]
+    ranks = [state["loop"] for state in checkpoint.read_state(last, "fused-0")["ranks"]]
+    assert [digest(state) for state in ranks] == [digest(state) for state in states(uncut(name))]
+    api.train(group(name, placement="inline"), seed=5, run_dir=tmp_path / "cut", callbacks=stop_at(700))
+    assert fingerprint(api.resume(tmp_path / "cut")) == fingerprint(run)
+
+
 class Killer:
     """Kills a rank when the run has come a number of steps."""
 
@@ -139,8 +152,8 @@ def test_several_learners_bring_their_placement_unless_one_is_given():
         experiment = with_changes(preset(name), {"learners": 2})
         assert (experiment.placement, experiment.fused, experiment.beside) == ("processes", True, False)
         assert with_changes(preset(name), {"learners": 1}).placement == "inline"
-        with pytest.raises(ConfigError, match="learners 2 needs placement 'processes'"):
-            with_changes(preset(name), {"learners": 2, "placement": "inline"})
+        asked = with_changes(preset(name), {"learners": 2, "placement": "inline"})
+        assert (asked.placement, asked.fused) == ("inline", True)
     served = with_changes(preset("cartpole"), {"learners": 2, "parallel.update.kind": "server"})
     assert (served.placement, served.fused) == ("inline", False)
 
@@ -152,7 +165,7 @@ def test_several_learners_bring_their_placement_unless_one_is_given():
         ({"learner.batch_size": 63}, r"learner\.batch_size 63 is not a multiple of learners 2"),
         ({"parallel.tensor": 2}, r"parallel\.tensor"),
         ({"actors": 2}, r"actors 2"),
-        ({"placement": "ray"}, r"learners 2 needs placement 'processes', not 'ray'"),
+        ({"placement": "ray"}, r"learners 2 needs placement 'processes' or 'inline', not 'ray'"),
         ({"network.input": {"normalize": True, "scale": []}}, r"network\.input\.normalize needs one learner"),
         ({"optim.schedule.kind": "plateau"}, r"plateau.* needs one learner"),
     ],

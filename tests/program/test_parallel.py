@@ -73,7 +73,6 @@ def test_a_split_run_leaves_a_whole_model(tmp_path):
         ({"parallel.update": {"kind": "local"}}, r"needs learners 2 or more"),
         ({"parallel.compression": {"kind": "int8"}}, r"needs learners 2 or more"),
         ({"parallel.tensor": 2, "learners": 2, "parallel.compression": {"kind": "int8"}}, r"is for whole networks"),
-        ({"parallel.tensor": 2, "placement": "inline"}, r"need placement 'processes'"),
         ({"parallel.tensor": 2, "learners": 2, "parallel.update": {"kind": "local"}}, r"need parallel\.update\.kind"),
     ],
 )

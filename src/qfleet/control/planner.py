@@ -33,12 +33,13 @@ def make_plan(
     best = _best(experiment, measured, resources, fixed)
     alone = inline(experiment, measured)
     rates = {"inline": alone.rate, "processes": best[0][1].rate}
-    adaptive, placement = adaptive_asked(experiment, fixed), max(rates, key=lambda name: rates[name])
+    # Inline has nobody who would move inference, and its learners would only take turns.
+    beside, placement = adaptive_asked(experiment, fixed) or experiment.learners > 1, max(rates, key=rates.__getitem__)
     if "placement" in fixed:
         placement = experiment.placement
-    elif adaptive:  # inline has nobody who would move it
+    elif beside:
         placement = "processes"
-    asked = adaptive or "placement" in fixed
+    asked = beside or "placement" in fixed
     if placement == "inline":
         plan = _inline_plan(experiment, alone)
     else:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from qfleet.parallel.gradsync import GradientGroup
+from qfleet.parallel.group import Group
 
 BUCKET_BYTES = 1 << 20
 """A piece is begun when it has so many bytes: smaller ones cost more messages, larger ones begin later."""
@@ -20,7 +20,7 @@ class BucketedSum:
     same network and so the same pieces in the same order.
     """
 
-    def __init__(self, group: GradientGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self._group = group
         self._gradients: Tensor | None = None
         self._pieces: list[_Piece] = []
@@ -81,7 +81,7 @@ class BucketedSum:
 class _Piece:
     """Gradients that lie next to each other."""
 
-    def __init__(self, group: GradientGroup, gradients: Tensor, parameters: int) -> None:
+    def __init__(self, group: Group, gradients: Tensor, parameters: int) -> None:
         self._group, self._gradients, self._parameters = group, gradients, parameters
         self.missing = parameters
         self._work: Any = None

@@ -13,8 +13,9 @@ import torch
 from torch import distributed
 from torch.distributed.rendezvous import rendezvous as meet
 
-from qfleet.core.errors import ConfigError, QfleetError
+from qfleet.core.errors import ConfigError
 from qfleet.core.versions import versions
+from qfleet.parallel.group import Group
 
 _LOOPBACK = "127.0.0.1"
 _COMPARED, _LONGEST = ("qfleet", "torch", "numpy"), 200
@@ -23,8 +24,8 @@ _GLOOS_OWN = re.compile(r"^\[[^]]*\] |\. This is typically caused.*", re.DOTALL)
 """What gloo adds to an error that is of no use to a person here: where in its code it was, and general advice."""
 
 
-class GradientGroup:
-    """One rank of a group. Every collective must be called by all ranks, in the same order, with equal shapes.
+class GradientGroup(Group):
+    """One rank of a group whose ranks are processes, each perhaps on a machine of its own.
 
     `rendezvous` is where the ranks meet: `file:///path` (one machine, a file that does not exist yet) or
     `tcp://host:port` of rank 0. A rank waits at most `timeout_s` seconds for the others, there and in each collective.
@@ -47,11 +48,6 @@ class GradientGroup:
             self._group = gloo(self._store, rank, size, options)
         self._require_same_versions()
 
-    def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replace a contiguous CPU tensor by its sum over all ranks; every rank gets the same bits."""
-        self.begin_all_reduce(tensor)()
-        return tensor
-
     def begin_all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Begin to replace a contiguous CPU tensor by its sum over all ranks; return what waits for the end of it."""
         with self._explained("all-reduce"):
@@ -73,16 +69,6 @@ class GradientGroup:
         with self._explained("broadcast"):
             self._group.broadcast(shared, 0).wait()
         return shared.numpy().tobytes()
-
-    def require_same(self, value: int, what: str) -> None:
-        """Raise an error that names the ranks whose `value`, of which all should have the same, is another."""
-        values = [int(one) for one in self.all_gather(torch.tensor([value]))]
-        others = [str(rank) for rank, one in enumerate(values) if one != values[0]]
-        if others:
-            raise QfleetError(
-                f"{what} of rank {', '.join(others)} differ from those of rank 0: they must be equal. A rank may have"
-                " other versions of libraries, or faulty memory; resume from the last checkpoint"
-            )
 
     def _require_same_versions(self) -> None:
         """Raise an error that names the ranks with other versions than rank 0's: they would not compute the same."""

@@ -42,9 +42,7 @@ class ParallelConfig(Config):
         """Ranks of one replica."""
         return self.tensor * self.pipeline
 
-    def contradictions(
-        self, learners: int, batch_size: int, transitions: bool, placement: str
-    ) -> list[tuple[bool, str]]:
+    def contradictions(self, learners: int, batch_size: int, transitions: bool) -> list[tuple[bool, str]]:
         """Return what could be wrong with the plan for a run of so many replicas, each with whether it is.
 
         `transitions` says whether the agent learns from single transitions of a replay.
@@ -56,8 +54,6 @@ class ParallelConfig(Config):
         return [
             ((self.split > 1 or servers > 0) and not transitions,
              f"{splits if self.split > 1 else by_server} needs agent.kind 'replay' without memory"),
-            (self.split > 1 and placement == "inline",
-             f"{splits} need placement 'processes' or 'ray': inline computes whole networks"),
             (self.split > 1 and update.kind != "allreduce",
              f"{splits} need parallel.update.kind 'allreduce', not '{update.kind}'"),
             (self.split > 1 and self.compression.kind != "none",

@@ -21,18 +21,31 @@ from qfleet.parallel.compression.exchange import CompressedSum, reduced_bytes
 from qfleet.parallel.compression.feedback import Compressor
 from qfleet.parallel.compression.powersgd import matrices
 from qfleet.parallel.gradsync import GradientGroup
+from qfleet.parallel.group import Group
 from qfleet.parallel.local import LocalConfig, LocalStep
 from qfleet.parallel.plan import ParallelConfig
+from qfleet.parallel.turns import TurnGroup
+from qfleet.roles.learner_setup import GroupConfig
 
 if TYPE_CHECKING:  # they load much of torch that few runs need
     from qfleet.parallel.mesh import Mesh
     from qfleet.parallel.split_update import SplitUpdate
 
+MEETING_S = 300.0
+"""How long ranks wait for each other, at the beginning and in each sum."""
+
+
+def meet_group(place: GroupConfig, life: int) -> Group:
+    """Meet the other ranks; in each life of the group at another place."""
+    if place.turns is not None:
+        return TurnGroup(place.rank, place.turns)
+    return GradientGroup(place.rank, place.size, f"{place.rendezvous}-{life}", MEETING_S)
+
 
 class Joining:
     """What one rank does with its group. Every rank makes the same calls in the same order."""
 
-    def __init__(self, config: ParallelConfig, group: GradientGroup, seed: int, mesh: Mesh | None = None) -> None:
+    def __init__(self, config: ParallelConfig, group: Group, seed: int, mesh: Mesh | None = None) -> None:
         """Take the group of all ranks, and where networks are split, the mesh that they are split over."""
         self._config, self._group, self._seed = config, group, seed
         self.mesh = mesh

@@ -35,16 +35,12 @@ from qfleet.core.types import (
     Version,
     Weights,
 )
-from qfleet.parallel.gradsync import GradientGroup
 from qfleet.roles.feed import Feed
-from qfleet.roles.joining import Joining
+from qfleet.roles.joining import MEETING_S, Joining, meet_group
 from qfleet.roles.learner_setup import LearnerSetup
 from qfleet.roles.learning import build_learning
 from qfleet.roles.publishing import Publishing, Shown
 from qfleet.roles.updating import Message
-
-MEETING_S = 300.0
-"""How long ranks wait for each other, at the beginning and in each sum."""
 
 
 @dataclass(frozen=True)
@@ -355,12 +351,12 @@ def _join(setup: LearnerSetup, life: int) -> Joining | None:
     """Meet the other ranks, if there are any; in each life of the group at another place."""
     if setup.group is None:
         return None
-    rank, size, where = setup.group.rank, setup.group.size, f"{setup.group.rendezvous}-{life}"
-    group, parallel = GradientGroup(rank, size, where, MEETING_S), setup.parallel
+    place, parallel, group = setup.group, setup.parallel, meet_group(setup.group, life)
     if parallel.split == 1:
         return Joining(parallel, group, setup.seed)
     from qfleet.parallel.mesh import Degrees, Mesh  # which loads much of torch that few runs need
 
-    degrees = Degrees(size // parallel.split, parallel.pipeline, parallel.tensor)
-    mesh = Mesh(degrees, rank, size, f"{where}-mesh", setup.device, MEETING_S)
+    degrees = Degrees(place.size // parallel.split, parallel.pipeline, parallel.tensor)
+    where = f"{place.rendezvous}-{life}-mesh"
+    mesh = Mesh(degrees, place.rank, place.size, where, setup.device, MEETING_S)
     return Joining(parallel, group, setup.seed, mesh)

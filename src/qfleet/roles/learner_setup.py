@@ -16,6 +16,7 @@ from qfleet.core.config import Config
 from qfleet.core.spec import EnvSpec
 from qfleet.core.usercode import UserCode
 from qfleet.parallel.plan import ParallelConfig
+from qfleet.parallel.turns import Turns
 
 
 class LearnerConfig(Config):
@@ -48,6 +49,8 @@ class GroupConfig:
     size: int
     rendezvous: str
     """Where the ranks meet, as torch.distributed's init method."""
+    turns: Turns | None = None
+    """How ranks take turns in one process; None where each has its own."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class LearnerSetup:
     accel: AccelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """What the ranks of a group do together."""
+    whole: ParallelConfig | None = None
+    """A plan whose split network is computed as a whole here; None where it is shared as planned."""
     ahead: bool = False
     """Whether the next batch may be on its way while one is learned from: not where roles take turns."""
     max_decay: float = 1.0

@@ -20,6 +20,7 @@ from qfleet.algo.updates import ReplayUpdate, Update, build_update
 from qfleet.algo.warmstart import warm_start
 from qfleet.core import seeding
 from qfleet.core.protocols import KeptRows
+from qfleet.parallel.plan import ParallelConfig
 from qfleet.roles.joining import Joining
 from qfleet.roles.learner_setup import LearnerSetup
 from qfleet.roles.updating import Ahead, OneByOne, Updating
@@ -67,6 +68,8 @@ def build_learning(setup: LearnerSetup, role: str, joining: Joining | None) -> L
         notices["warm_start"] = str(warm_start(network, read_tensors(setup.warm_start), setup.warm_start_part))
     if text := foreign_randomness(network):
         notices["inexact"] = text
+    if setup.whole is not None:
+        notices["no_effect"] = _whole(network, setup.whole)
     if joining is not None and joining.mesh is not None:
         return _split(setup, role, network, joining.mesh, notices)
     network = network.to(device)
@@ -93,6 +96,16 @@ def _split(setup: LearnerSetup, role: str, network: QNetwork, mesh: Mesh, notice
     parts = (setup.agent, network, setup.optim, generator, mesh, staging, setup.total_updates)
     notices["accel"] = f"{mesh.device.type}: eager, {mesh.degrees}"
     return Learning(SplitUpdate(*parts), None, generator, notices)
+
+
+def _whole(network: QNetwork, plan: ParallelConfig) -> str:
+    """Refuse a network that the plan could not split; return that it is not split here."""
+    from qfleet.parallel.mesh import Degrees  # these load much of torch that few runs need
+    from qfleet.parallel.splitting import check_split
+
+    check_split(network, Degrees(1, plan.pipeline, plan.tensor))
+    asked = f"parallel.tensor {plan.tensor} and parallel.pipeline {plan.pipeline}"
+    return f"inline computes whole networks: {asked} change nothing but who would compute what"
 
 
 def works_ahead(setup: LearnerSetup) -> bool:

@@ -44,7 +44,7 @@ class Node:
     build: Callable[[Any, Any], Role]
     config: Any
     handles: Any
-    """A dataclass whose fields are ends, tuples of ends, or None."""
+    """A dataclass whose fields are ends, other such dataclasses, tuples of these, or None."""
 
     @property
     def name(self) -> str:
@@ -137,7 +137,7 @@ def open_handles(handles: Any, open_end: Callable[[End], Any]) -> Any:
             return open_end(value)
         if isinstance(value, tuple):
             return tuple(opened(item) for item in value)
-        return value
+        return open_handles(value, open_end) if dataclasses.is_dataclass(value) else value
 
     return dataclasses.replace(
         handles, **{f.name: opened(getattr(handles, f.name)) for f in dataclasses.fields(handles)}

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from qfleet.algo.updates import Update
-from qfleet.parallel.gradsync import GradientGroup
 from qfleet.parallel.local import LocalConfig
 from qfleet.parallel.plan import ParallelConfig
-from qfleet.roles.joining import Joining
-from qfleet.roles.learner import MEETING_S
+from qfleet.roles.joining import Joining, meet_group
 from qfleet.roles.learner_setup import GroupConfig
 
 
@@ -20,7 +18,7 @@ class Team:
     def __init__(self, place: GroupConfig, parallel: ParallelConfig, seed: int, life: int) -> None:
         """Meet the other ranks; in each life of the group at another place."""
         self.rank = place.rank
-        self._group = GradientGroup(place.rank, place.size, f"{place.rendezvous}-{life}", MEETING_S)
+        self._group = meet_group(place, life)
         self.joining = Joining(parallel, self._group, seed)
         self.apart = isinstance(parallel.update, LocalConfig)
         """Whether ranks make steps of their own, so that one may skip an update that another makes."""

@@ -1,0 +1,86 @@
+"""Whole runs whose learners take turns in one process: every plan ends, resumes exactly, and is what was asked for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from program_cases import digest, fingerprint, short, stop_at
+
+import qfleet.api as api
+from qfleet.core.errors import ConfigError
+from qfleet.runtime import checkpoint
+
+SMALL: dict[str, Any] = {"placement": "inline", "network.hidden": [16], "evaluation.max_episode_steps": 50}
+PLANS: dict[str, Any] = {
+    "data 2": {"learners": 2, "replay.sampler": {"kind": "prioritised"}, "strict": True},
+    "data 3": {"learners": 3, "learner.updates_per_draw": 2, "learner.batch_size": 33},
+    "local 3": {"learners": 3, "parallel.update": {"kind": "local", "period": 7}},
+    "int8": {"learners": 2, "parallel.compression": {"kind": "int8"}},
+    "topk": {"learners": 2, "parallel.compression": {"kind": "topk"}},
+}
+
+
+def trained(tmp_path, name: str, **changes: Any) -> api.Run:
+    return api.train(short(env_steps=600, **{**SMALL, **changes}), run_dir=tmp_path / name, seed=3)
+
+
+def said(run: api.Run, kind: str) -> list[str]:
+    events = [json.loads(line) for line in (run.dir / "events.jsonl").read_text().splitlines()]
+    return [event["text"] for event in events if event["event"] == "notice" and event["kind"] == kind]
+
+
+def ranks_of(run: api.Run) -> list[dict[str, Any]]:
+    last = checkpoint.complete(run.dir / "checkpoints")[-1]
+    return checkpoint.read_state(last, "learner-0")["ranks"]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_trap_15_a_plan_inline_cut_and_resumed_equals_uncut(plan, tmp_path):
+    whole = trained(tmp_path, "whole", **PLANS[plan])
+    summary = whole.summary
+    assert (summary["placement"], summary["topology"], summary["resume_grade"]) == ("inline", "pipeline", "exact")
+    assert abs(summary["updates"] - (summary["env_steps"] - 200) / 4) <= 2
+    experiment = short(env_steps=600, **{**SMALL, **PLANS[plan]})
+    cut = api.train(experiment, run_dir=tmp_path / "cut", seed=3, callbacks=stop_at(410))
+    assert cut.summary["stopped_by"] == "callback"
+    assert fingerprint(api.resume(tmp_path / "cut")) == fingerprint(whole)
+    weights = [rank["update"]["step"]["weights"] for rank in ranks_of(whole)]
+    assert len(weights) == PLANS[plan]["learners"]
+    if plan != "local 3":
+        assert all((own == weights[0]).all() for own in weights)
+
+
+def test_ranks_of_a_recurrent_agent_take_turns_too(tmp_path):
+    run = api.train(short("r2d2", env_steps=500, placement="inline", learners=2), run_dir=tmp_path / "run", seed=3)
+    first, second = (rank["update"]["step"] for rank in ranks_of(run))
+    assert first["count"] == second["count"] == run.summary["updates"] > 5
+    assert (first["weights"] == second["weights"]).all()
+
+
+@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+def test_a_split_network_is_computed_whole_and_says_so(split, tmp_path):
+    changes = {"network.hidden": [16, 16]}
+    plain, whole = (
+        trained(tmp_path, "plain", **changes),
+        trained(tmp_path, split, **changes, **{f"parallel.{split}": 2}),
+    )
+    assert fingerprint(whole) == fingerprint(plain)
+    (text,) = said(whole, "no_effect")
+    assert "inline computes whole networks" in text
+    assert not said(plain, "no_effect")
+
+
+def test_replicas_of_a_split_network_are_whole_ones(tmp_path):
+    changes = {"learners": 2, "network.hidden": [16, 16]}
+    plain, split = (
+        trained(tmp_path, "plain", **changes),
+        trained(tmp_path, "split", **changes, **{"parallel.tensor": 2}),
+    )
+    assert [digest(rank) for rank in ranks_of(split)] == [digest(rank) for rank in ranks_of(plain)]
+
+
+def test_what_no_ranks_could_split_is_refused_inline_as_well(tmp_path):
+    with pytest.raises(ConfigError, match="tensor 3 does not divide the 16 outputs"):
+        trained(tmp_path, "run", **{"network.hidden": [16, 16], "parallel.tensor": 3})

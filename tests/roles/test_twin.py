@@ -1,0 +1,205 @@
+"""A group's twin: all ranks in one process do what real ranks do, update by update."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from role_cases import SPEC, Edge, random_batch
+
+from qfleet.accel.config import AccelConfig
+from qfleet.algo.agent import ReplayAgent
+from qfleet.algo.heads import ImplicitQuantileConfig
+from qfleet.algo.optim import AdamConfig
+from qfleet.algo.torsos import MlpConfig
+from qfleet.core.errors import QfleetError
+from qfleet.core.role import DONE, WORKED, Idle
+from qfleet.core.types import Batch
+from qfleet.core.usercode import UserCode
+from qfleet.parallel.group import Group
+from qfleet.parallel.plan import ParallelConfig
+from qfleet.parallel.turns import TurnGroup, Turns
+from qfleet.roles.joining import Joining
+from qfleet.roles.learner import LearnerHandles
+from qfleet.roles.learner_setup import GroupConfig, LearnerConfig, LearnerSetup
+from qfleet.roles.learning import build_learning
+from qfleet.roles.twin import LearnerTwin, TwinHandles
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+from rank_threads import BUILDING, as_ranks
+
+PLANS: dict[str, Any] = {
+    "all-reduce": {},
+    "local": {"update": {"kind": "local", "period": 3}},
+    "local int8": {"update": {"kind": "local", "period": 3}, "compression": {"kind": "int8"}},
+    "topk": {"compression": {"kind": "topk", "fraction": 0.05, "warmup": 4}},
+    **{kind: {"compression": {"kind": kind}} for kind in ("fp16", "bf16", "int8", "sign")},
+    "powersgd": {"compression": {"kind": "powersgd", "rank": 1}},
+}
+GATHERED = ("int8", "sign", "topk")
+"""Forms that each rank adds up by itself, in the order of ranks."""
+SHORT = {"fp16": 1e-3, "bf16": 1e-2}
+"""Forms whose sums are rounded to a few digits, to others where a ring of three adds up in another order."""
+UPDATES = 8
+
+
+def setup(plan: str, agent: ReplayAgent | None = None, **settings: Any) -> LearnerSetup:
+    return LearnerSetup(
+        learner=LearnerConfig(**settings),
+        network=MlpConfig(hidden=(16, 16)),
+        agent=agent or ReplayAgent(),
+        optim=AdamConfig(lr=0.01, eps=1e-3, max_grad_norm=1.0),
+        spec=SPEC,
+        seed=0,
+        total_updates=100,
+        evaluate_every=1000,
+        env_steps=10_000,
+        device="cpu",
+        group=None,
+        warm_start=None,
+        warm_start_part="all",
+        code=UserCode(),
+        accel=AccelConfig(),
+        parallel=ParallelConfig.model_validate(PLANS[plan]),
+    )
+
+
+def part(batch: Batch, rank: int, ranks: int) -> Batch:
+    """Every so many rows, as a replay shard deals them out; the size stays that of the whole."""
+
+    def rows(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: rows(leaf) for name, leaf in value.items()}
+        return value[rank::ranks].copy() if isinstance(value, np.ndarray) else value
+
+    return replace(batch, **{field.name: rows(getattr(batch, field.name)) for field in fields(batch)})
+
+
+def batches(count: int = UPDATES, size: int = 17) -> list[Batch]:
+    rng = np.random.default_rng(5)
+    return [random_batch(rng, size) for _ in range(count)]
+
+
+def learned(own: LearnerSetup) -> Callable[[Group], tuple[np.ndarray, np.ndarray]]:
+    """Return what a rank does: learn from its parts of all batches, and tell its weights and last priorities."""
+
+    def work(group: Group) -> tuple[np.ndarray, np.ndarray]:
+        with BUILDING:
+            update = build_learning(own, "learner", Joining(own.parallel, group, own.seed)).update
+        for batch in batches():
+            result = update(part(batch, group.rank, group.size))
+        assert result.priority is not None
+        return update.flat.to_numpy(), result.priority
+
+    return work
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("plan", PLANS)
+def test_ranks_in_turn_learn_what_real_ranks_learn(plan: str, ranks: int) -> None:
+    """Bit for bit where sums have one order only; else norm-wise to the rounding of the sums."""
+    turns, own = Turns(ranks), setup(plan)
+    found = turns.together(lambda rank: learned(own)(TurnGroup(rank, turns)))
+    real = as_ranks(ranks, learned(own))
+    begun = build_learning(own, "learner", None).update.flat.to_numpy()
+    for (weights, priority), (wanted, wanted_priority) in zip(found, real, strict=True):
+        if ranks == 2 or plan in GATHERED:
+            assert np.array_equal(weights, wanted)
+            assert np.array_equal(priority, wanted_priority)
+        assert np.linalg.norm(weights - wanted) <= SHORT.get(plan, 1e-5) * np.linalg.norm(wanted - begun)
+    apart = plan.startswith("local")
+    assert np.array_equal(found[0][0], found[1][0]) != apart, "eight updates are two more than two meetings"
+
+
+def test_ranks_draw_their_own_numbers_in_turn_as_apart() -> None:
+    """Implicit quantiles: parts of different sizes leave the ranks' random streams at different places."""
+    own, turns = setup("all-reduce", ReplayAgent(head=ImplicitQuantileConfig(taus=3, cosines=4), noisy=True)), Turns(2)
+    found = turns.together(lambda rank: learned(own)(TurnGroup(rank, turns)))
+    for (weights, _), (wanted, _) in zip(found, as_ranks(2, learned(own)), strict=True):
+        assert np.array_equal(weights, wanted)
+
+
+class Rig:
+    """A twin of learners with edges that remember what was sent; the first rank speaks."""
+
+    def __init__(self, plan: str = "all-reduce", ranks: int = 2, **settings: Any) -> None:
+        self.ranks = ranks
+        self.shown = {name: Edge() for name in ("weights", "models", "events")}
+        self.batches, self.priorities = ([Edge() for _ in range(ranks)] for _ in range(2))
+        self.env_steps, self.updates = Edge(), Edge()
+        own = setup(plan, **settings)
+        setups = tuple(replace(own, group=GroupConfig(rank, ranks, "")) for rank in range(ranks))
+        self.twin = LearnerTwin(setups, TwinHandles(tuple(self._handles(rank) for rank in range(ranks))))
+
+    def _handles(self, rank: int) -> LearnerHandles:
+        return LearnerHandles(
+            batches=(self.batches[rank],),
+            priorities=(self.priorities[rank],),
+            **(self.shown if rank == 0 else dict.fromkeys(self.shown)),
+            score=Edge(),
+            env_steps=self.env_steps,
+            updates=self.updates,
+        )
+
+    def learn(self, batch: Batch) -> None:
+        for rank, edge in enumerate(self.batches):
+            edge.send(part(batch, rank, self.ranks))
+        before = self.twin.step()
+        assert before == WORKED
+
+    @property
+    def weights(self) -> list[np.ndarray]:
+        return [state["update"]["step"]["weights"] for state in self.twin.state_dict()["ranks"]]
+
+
+def test_the_twin_of_learners_is_a_learner_to_others() -> None:
+    rig = Rig(publish_period=4)
+    assert rig.twin.step() == WORKED, "the first weights are published"
+    assert isinstance(rig.twin.step(), Idle)
+    rig.env_steps.add(1000)  # a model is due: the first rank sends it while the second one waits in a sum
+    for batch in batches():
+        rig.learn(batch)
+    assert len(rig.shown["models"].queue) == 1
+    assert rig.updates.count == UPDATES, "counted once"
+    real = as_ranks(2, learned(setup("all-reduce")))
+    for rank, (wanted, priority) in enumerate(real):
+        assert np.array_equal(rig.weights[rank], wanted)
+        assert len(rig.priorities[rank].queue) == UPDATES
+        assert np.array_equal(rig.priorities[rank].queue[-1].priority, priority)
+    assert [sent.version.number for sent in rig.shown["weights"].queue] == [0, 4, 8]
+    assert rig.twin.metrics()["gradient_bytes"] > 0
+    for edge in rig.batches:
+        edge.close()
+    while (status := rig.twin.step()) != DONE:
+        assert status == WORKED
+    assert len(rig.shown["models"].queue) == 2
+    rig.twin.close()
+
+
+def test_a_rank_whose_loss_is_not_finite_is_named_and_no_rank_learns() -> None:
+    rig = Rig(ranks=3)
+    begun = rig.weights
+    (batch,) = batches(1)
+    batch.reward[1::3] = np.nan
+    rig.learn(batch)
+    assert "(the loss of learner 1)" in rig.shown["events"].queue[-1].text
+    assert all(np.array_equal(now, then) for now, then in zip(rig.weights, begun, strict=True))
+    rig.learn(batch)
+    with pytest.raises(QfleetError, match="3 updates in a row were not finite"):
+        rig.learn(batch)
+
+
+@pytest.mark.parametrize("plan", ["all-reduce", "local", "int8", "topk", "powersgd"])
+def test_a_restored_twin_goes_on_bit_by_bit(plan: str) -> None:
+    whole, cut, rest = (Rig(plan, ranks=3) for _ in range(3))
+    for number, batch in enumerate(batches()):
+        whole.learn(batch)
+        if number == 4:
+            rest.twin.load_state_dict(cut.twin.state_dict())
+        (cut if number < 4 else rest).learn(batch)
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(rest.weights, whole.weights, strict=True))

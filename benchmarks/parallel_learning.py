@@ -14,7 +14,6 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -22,12 +21,10 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
 from scipy.stats import t as student
-from torch import Tensor, nn
+from unlike_workers import Unlike
 
 import qfleet.api as api
-from qfleet.core.spec import PLAIN, EnvSpec
 
 TABLE = Path(__file__).with_suffix(".md")
 RUNS = Path(__file__).with_suffix(".json")
@@ -57,35 +54,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "tensor": {"parallel.tensor": 2},
     "pipeline": {"parallel.pipeline": 2},
 }
-GRADIENT_S, TIMES_SLOWER = 0.004, 5
-"""What a gradient of a worker takes at least where one of them is slow, and how many times as long that one's take."""
 Runs = dict[str, dict[str, dict[str, dict[str, float | None]]]]
 """What came of each run: by game, way and seed."""
-
-
-class Unlike(nn.Module):
-    """The two layers of the preset cartpole; the gradients of the first process to compute one take longer."""
-
-    def __init__(self, claim: Path, spec: EnvSpec) -> None:
-        super().__init__()
-        (size,) = spec.observations[PLAIN].shape
-        self._layers = nn.Sequential(nn.Linear(size, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU())
-        self._claim, self._pause_s = claim, 0.0
-
-    def forward(self, observation: Tensor) -> Tensor:
-        """Map vectors [B, S] to features [B, 128]."""
-        if torch.is_grad_enabled():
-            self._pause_s = self._pause_s or GRADIENT_S * (TIMES_SLOWER if self._is_first() else 1)
-            time.sleep(self._pause_s)
-        features: Tensor = self._layers(observation)
-        return features
-
-    def _is_first(self) -> bool:
-        try:
-            os.close(os.open(self._claim, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        return True
 
 
 def main() -> None:

@@ -190,8 +190,6 @@ class Experiment(Config):
              f"replay.shards {shards} needs agent.kind 'replay'; '{self.agent.kind}' has no replay"),
             (shards > self.actors,
              f"replay.shards {shards} exceeds actors {self.actors}: some would have no work"),
-            (shards > 1 and self.ranks > 1,
-             f"replay.shards {shards} needs one learner, not {self.ranks}: ranks must take batches in one order"),
             (shards > 1 and self.normalise_rewards,
              f"normalise_rewards needs one replay shard, not {shards}: shards would see other statistics; use"
              " env.reward_scale"),

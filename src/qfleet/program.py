@@ -83,7 +83,6 @@ class Feed:
 
     batches: tuple[Receiver[Batch | SequenceBatch | Rollout], ...]
     priorities: tuple[Sender[Priorities], ...] = ()
-    standings: tuple[Subscriber[Standing], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -234,7 +233,6 @@ def _add_replay(
         Feed(
             batches=tuple(stream for part in parts for stream in part[rank].batches),
             priorities=tuple(stream for part in parts for stream in part[rank].priorities),
-            standings=tuple(standing for part in parts for standing in part[rank].standings),
         )
         for rank in range(experiment.ranks)
     ]
@@ -262,6 +260,7 @@ def _add_shard(
         inserts=graph.counter("inserts"),
         samples=graph.counter("samples"),
         standing=graph.publisher(f"standing-{setup.index}") if several else None,
+        others=_others(graph, setup.index, experiment.replay.shards) if several else (),
         keep=graph.keep(f"replay-{setup.index}", setting="replay.capacity"),
     )
     graph.add(ReplayShard, setup, handles)
@@ -269,10 +268,15 @@ def _add_shard(
         Feed(
             batches=(receiver,),
             priorities=(written[rank][0],) if rank in written else (),
-            standings=(graph.subscriber(f"standing-{setup.index}"),) if several else (),
         )
         for rank, (_, receiver) in enumerate(drawn)
     ]
+
+
+def _others(graph: Graph, index: int, shards: int) -> tuple[Subscriber[Standing] | None, ...]:
+    """Return the ends on which a shard hears how the others stand, None in its own place."""
+    numbers = range(shards)
+    return tuple(None if one == index else graph.subscriber(f"standing-{one}", optional=True) for one in numbers)
 
 
 def _add_learners(
@@ -293,7 +297,6 @@ def _add_learners(
             rows=graph.kept("replay-0") if mirrored(experiment, spec) else None,
             batches=feed.batches,
             priorities=feed.priorities,
-            standings=feed.standings,
             weights=graph.publisher("weights") if first else None,
             models=models if first else None,
             events=notices if first else None,
@@ -319,7 +322,6 @@ def _add_serving(
         handles = WorkerHandles(
             batches=feed.batches,
             priorities=feed.priorities,
-            standings=feed.standings,
             gradients=tuple(pushes[worker, server][0] for server in servers),
             slices=tuple(graph.subscriber(f"slice-{server}", views=True) for server in servers),
             weights=graph.publisher("weights") if worker == 0 else None,

@@ -188,6 +188,7 @@ def learner_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, group: 
         accel=experiment.accel,
         parallel=experiment.parallel,
         ahead=not experiment.in_turns,
+        shards=experiment.replay.shards if isinstance(experiment.agent, ReplayAgent) else 1,
         max_decay=_max_decay(experiment),
     )
 

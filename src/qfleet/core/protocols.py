@@ -38,6 +38,12 @@ class Sender(Waitable, Protocol[In]):
     def close(self) -> None:
         """Say that no further message will come."""
 
+    def sent(self) -> int:
+        """Return how many messages were sent here, by former lives of the role too; a restored run counts anew."""
+
+    def deserted(self) -> bool:
+        """Return whether whoever received here has left the run for good."""
+
 
 class Receiver(Waitable, Protocol[Out]):
     """The receiving end of a bounded stream."""

@@ -23,6 +23,7 @@ from qfleet.parallel.compression.powersgd import matrices
 from qfleet.parallel.gradsync import GradientGroup
 from qfleet.parallel.local import LocalConfig, LocalStep
 from qfleet.parallel.plan import ParallelConfig
+from qfleet.roles.feed import Company
 
 if TYPE_CHECKING:  # they load much of torch that few runs need
     from qfleet.parallel.mesh import Mesh
@@ -109,7 +110,12 @@ class Joining:
         restored: State | None = codec.unpack(header, shared)
         return restored
 
-    def newest(self, draw: int) -> int:
+    @property
+    def company(self) -> Company:
+        """The ranks as those that get parts of the same draws."""
+        return Company(self._group.size // self._config.split, self._newest)
+
+    def _newest(self, draw: int) -> int:
         """Return the largest number of a draw that any rank has next."""
         return max(int(other) for other in self._group.all_gather(torch.tensor([draw])))
 

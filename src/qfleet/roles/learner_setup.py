@@ -77,5 +77,7 @@ class LearnerSetup:
     """What the ranks of a group do together."""
     ahead: bool = False
     """Whether the next batch may be on its way while one is learned from: not where roles take turns."""
+    shards: int = 1
+    """Replay shards from which batches are taken in turn."""
     max_decay: float = 1.0
     """Factor on the maximum priority of several shards at each write-back."""

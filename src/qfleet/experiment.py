@@ -163,6 +163,9 @@ class Experiment(Config):
             (drawn > 1 and learner.batch_size % self.learners != 0,
              f"learner.updates_per_draw {drawn} needs a learner.batch_size that is a multiple of learners"
              f" {self.learners}, not {learner.batch_size}"),
+            (drawn > 1 and self.parallel.after_death == "fewer",
+             f"learner.updates_per_draw {drawn} needs equal parts, which parallel.after_death 'fewer' may not leave:"
+             " set one of them to its default"),
             (replaying and learner.learning_starts > self.replay.capacity,
              f"learner.learning_starts {learner.learning_starts} exceeds replay.capacity {self.replay.capacity}:"
              " learning would never start"),
@@ -299,6 +302,8 @@ class Experiment(Config):
             f"has one loop for each learner that also acts: actors {self.actors} is for a pipeline": self.actors > 1,
             "has no parameter servers": self.serving is not None,
             "has whole networks: parallel.tensor and parallel.pipeline are for a pipeline": self.parallel.split > 1,
+            "keeps all of its loops: parallel.after_death 'fewer' is for a pipeline":
+                self.parallel.after_death == "fewer",
             f"has equal shares: actor.envs {envs} is not a multiple of learners {several}": envs % several != 0,
             f"has equal shares: learner.batch_size {batch} is not a multiple of learners {several}":
                 batch % several != 0 and self.agent.kind == "replay",

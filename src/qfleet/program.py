@@ -365,6 +365,7 @@ def place(program: Program, experiment: Experiment) -> Placement:
             spawn=_spawned(experiment),
             threads=threads,
             groups=(Learner.kind, Fused.kind) if _outlived(experiment) else (Learner.kind,),
+            dwindling=(Learner.kind,) if experiment.parallel.after_death == "fewer" else (),
             background=(Actor.kind,),  # they take what cores there are; all others wait for each other
             brief=(Actor.kind, Evaluator.kind),
             lockstep=experiment.lockstep,

@@ -26,7 +26,8 @@ class Keep:
     """A role's memory that outlives it, in the memory of the test."""
 
     def __init__(self) -> None:
-        self.life, self.arrays, self.state = 0, {}, None  # type: ignore[var-annotated]
+        self.life = self.gone = 0
+        self.arrays, self.state = {}, None  # type: ignore[var-annotated]
 
     def array(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
         return self.arrays.setdefault(name, np.zeros(shape, dtype))

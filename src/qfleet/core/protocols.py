@@ -87,6 +87,8 @@ class Keep(Protocol):
 
     life: int
     """How often the role was begun anew in this run: 0 the first time."""
+    gone: int
+    """How many of those who lived and died together with the role have left the run for good."""
 
     def array(self, name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """Return the array of that name: zeros in the first life, later what the former life left in it."""

@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,7 @@ class Learner(Role):
     kind = "learner"
 
     def __init__(self, setup: LearnerSetup, handles: LearnerHandles) -> None:
+        setup = _as_left(setup, handles.keep)
         self._setup, self._handles = setup, handles
         self._joining = _join(setup, handles.keep.life if handles.keep else 0)
         company = None if self._joining is None else self._joining.company
@@ -117,7 +118,9 @@ class Learner(Role):
         self._far[0] = self._updates
         if self._handles.weights is not None:
             self._handles.updates.add(-lost)
-        self._notice("restarted", f"learner restarted from update {self._updates}: {lost} updates lost")
+        ranks = "" if self._setup.group is None else f", {self._setup.group.size} ranks"
+        text = f"learner restarted from update {self._updates}: {lost} updates lost; epoch {self._epoch}{ranks}"
+        self._notice("restarted", text)
 
     def _commit(self) -> State:
         """Make the present state outlive this process; return it."""
@@ -336,6 +339,13 @@ class Learner(Role):
         set_deterministic(False)
         if self._joining is not None:
             self._joining.close()
+
+
+def _as_left(setup: LearnerSetup, keep: Keep | None) -> LearnerSetup:
+    """Return the setup of a group without those who have left it for good: the last ones."""
+    if setup.group is None or keep is None:
+        return setup
+    return replace(setup, group=replace(setup.group, size=setup.group.size - keep.gone))
 
 
 def _join(setup: LearnerSetup, life: int) -> Joining | None:

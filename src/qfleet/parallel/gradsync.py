@@ -15,6 +15,7 @@ from torch import distributed
 from torch.distributed.rendezvous import rendezvous as meet
 
 from qfleet.core.errors import QfleetError
+from qfleet.core.failpoints import failpoint
 
 _LOOPBACK = "127.0.0.1"
 _GLOOS_OWN = re.compile(r"^\[[^]]*\] |\. This is typically caused.*", re.DOTALL)
@@ -55,6 +56,7 @@ class GradientGroup:
             work = self._group.allreduce([tensor])
 
         def end() -> None:
+            failpoint("group.sum")
             with self._explained("all-reduce"):
                 work.wait()
 

@@ -46,6 +46,8 @@ _STOP_S, _KILL_S = 5.0, 5.0
 """How long a child may take to close its role, and to be gone after SIGKILL."""
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a run to end."""
+_CULPRIT_S = 0.3
+"""How long the death is waited for that one of a group complains of."""
 _CROWDED = 4
 """Processes for each core from which on a person is told."""
 _CALLS = 3
@@ -144,7 +146,16 @@ class ProcessPlacement(SupervisedPlacement):
         until = min([time.monotonic() + seconds, *self._due.values()])
         items = [item for child in self._children.values() for item in child.waitables()]
         connection.wait(items, 0.0 if heard else max(0.0, until - time.monotonic()))
-        now = time.monotonic()
+        heard += self._said()
+        until = time.monotonic() + _CULPRIT_S
+        while _unexplained(heard) and (left := until - time.monotonic()) > 0:
+            connection.wait([item for child in self._children.values() for item in child.sentinels()], left)
+            heard += self._said()
+        return sorted(heard, key=lambda one: isinstance(one[1], Answer) and one[1].lost)  # who is gone comes first
+
+    def _said(self) -> list[tuple[Member, Answer | Report]]:
+        """Return what came from the children by now."""
+        heard, now = [], time.monotonic()
         for member in self.crew:
             if member.name in self._children:
                 said = self._children[member.name].hear()
@@ -156,7 +167,7 @@ class ProcessPlacement(SupervisedPlacement):
     def _judged(self, member: Member, heard: Answer | Report) -> Answer | Report:
         """Return what one of a group said; that its peers are gone is no fault of its own, but the end of its life."""
         if isinstance(heard, Answer) and heard.lost and len(self._groups.of(member.name)) > 1:
-            return Answer("died", heard.cause)
+            return Answer("died", heard.cause, lost=True)
         return heard
 
     def _replaceable(self, member: Member) -> bool:
@@ -279,6 +290,12 @@ class ProcessPlacement(SupervisedPlacement):
         self._folder.remove()
 
 
+def _unexplained(heard: list[tuple[Member, Answer | Report]]) -> bool:
+    """Return whether roles said that somebody is gone, and nobody is known to be."""
+    deaths = [item.lost for _, item in heard if isinstance(item, Answer) and item.what == "died"]
+    return bool(deaths) and all(deaths)
+
+
 @dataclass(frozen=True)
 class _Setup:
     """What a child is told at its birth; the same in every life, but for the number of the life in its ports."""
@@ -319,7 +336,11 @@ class _Child:
 
     def waitables(self) -> list[Any]:
         """Return what becomes readable when the child speaks or dies."""
-        return ([] if self._deaf else [self._control]) + ([] if self._ended else [self._process.sentinel])
+        return ([] if self._deaf else [self._control]) + self.sentinels()
+
+    def sentinels(self) -> list[Any]:
+        """Return what becomes readable when the child dies, unless that is known."""
+        return [] if self._ended else [self._process.sentinel]
 
     def hear(self) -> list[Answer | Report]:
         """Return what the child said, and that it died if it did without saying why."""

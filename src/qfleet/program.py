@@ -143,7 +143,7 @@ def _fused_program(experiment: Experiment, spec: EnvSpec, code: UserCode, direct
         handles = FusedHandles(
             events=events_in if first else None,
             **{name: graph.counter(name) if first else None for name in names},
-            keep=graph.keep(f"fused-{rank}") if _outlived(experiment) else None,
+            keep=graph.keep(f"fused-{rank}") if outlived(experiment) else None,
         )
         group = GroupConfig(rank, ranks, rendezvous) if ranks > 1 else None
         graph.add(Fused, fused_setup(experiment, spec, code, group), handles)
@@ -151,8 +151,11 @@ def _fused_program(experiment: Experiment, spec: EnvSpec, code: UserCode, direct
     return Program(graph, MonitorHandles(events=(events_out,), orders=None, **watched))
 
 
-def _outlived(experiment: Experiment) -> bool:
-    """Return whether fused loops keep their states for a next life: a replay is too large to be kept every while."""
+def outlived(experiment: Experiment) -> bool:
+    """Return whether fused loops keep their states for a next life.
+
+    A replay is too large to be kept every while: such a run goes back to its last checkpoint when one of them dies.
+    """
     return experiment.learners > 1 and not isinstance(experiment.agent, ReplayAgent)
 
 
@@ -364,7 +367,7 @@ def place(program: Program, experiment: Experiment) -> Placement:
             program.graph,
             spawn=_spawned(experiment),
             threads=threads,
-            groups=(Learner.kind, Fused.kind) if _outlived(experiment) else (Learner.kind,),
+            groups=(Learner.kind, Fused.kind) if outlived(experiment) else (Learner.kind,),
             dwindling=(Learner.kind,) if experiment.parallel.after_death == "fewer" else (),
             background=(Actor.kind,),  # they take what cores there are; all others wait for each other
             brief=(Actor.kind, Evaluator.kind),

@@ -294,7 +294,7 @@ class SupervisedPlacement(ABC):
         if answer.exit_code == ConfigError.exit_code:
             error = ConfigError(f"{member.name}: {answer.cause}")
         else:
-            error = RoleFailure(member.report.kind, member.report.index, answer.cause)
+            error = RoleFailure(member.report.kind, member.report.index, answer.cause, died=bool(died))
         if answer.trace:
             error.add_note(answer.trace)
         raise error

@@ -143,7 +143,7 @@ class Experiment(Config):
         # Twice a sequence for each environment, since whole segments of rows are dropped.
         sequences = 2 * (memory.burn_in + memory.length + 1) * self.all_actors * self.actor.envs if memory else 0
         return [
-            *self.parallel.contradictions(self.learners, learner.batch_size, replaying and not memory),
+            *self.parallel.contradictions(self.learners, learner.batch_size, replaying and not memory, self.placement),
             (self.agent.kind == "tabular" and self.network.kind != "tabular",
              f"agent.kind 'tabular' needs network.kind 'tabular', not '{self.network.kind}'"),
             (self.agent.kind != "tabular" and self.network.kind == "tabular",
@@ -163,6 +163,9 @@ class Experiment(Config):
             (drawn > 1 and learner.batch_size % self.learners != 0,
              f"learner.updates_per_draw {drawn} needs a learner.batch_size that is a multiple of learners"
              f" {self.learners}, not {learner.batch_size}"),
+            (drawn > 1 and self.parallel.after_death == "fewer",
+             f"learner.updates_per_draw {drawn} needs equal parts, which parallel.after_death 'fewer' may not leave:"
+             " set one of them to its default"),
             (replaying and learner.learning_starts > self.replay.capacity,
              f"learner.learning_starts {learner.learning_starts} exceeds replay.capacity {self.replay.capacity}:"
              " learning would never start"),
@@ -188,8 +191,6 @@ class Experiment(Config):
              f"replay.shards {shards} needs agent.kind 'replay'; '{self.agent.kind}' has no replay"),
             (shards > self.actors,
              f"replay.shards {shards} exceeds actors {self.actors}: some would have no work"),
-            (shards > 1 and self.ranks > 1,
-             f"replay.shards {shards} needs one learner, not {self.ranks}: ranks must take batches in one order"),
             (shards > 1 and self.normalise_rewards,
              f"normalise_rewards needs one replay shard, not {shards}: shards would see other statistics; use"
              " env.reward_scale"),
@@ -303,6 +304,8 @@ class Experiment(Config):
             f"has one loop for each learner that also acts: actors {self.actors} is for a pipeline": self.actors > 1,
             "has no parameter servers": self.serving is not None,
             "has whole networks: parallel.tensor and parallel.pipeline are for a pipeline": self.parallel.split > 1,
+            "keeps all of its loops: parallel.after_death 'fewer' is for a pipeline":
+                self.parallel.after_death == "fewer",
             f"has equal shares: actor.envs {envs} is not a multiple of learners {several}": envs % several != 0,
             f"has equal shares: learner.batch_size {batch} is not a multiple of learners {several}":
                 batch % several != 0 and self.agent.kind == "replay",

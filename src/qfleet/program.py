@@ -85,7 +85,6 @@ class Feed:
 
     batches: tuple[Receiver[Batch | SequenceBatch | Rollout], ...]
     priorities: tuple[Sender[Priorities], ...] = ()
-    standings: tuple[Subscriber[Standing], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def _fused_program(experiment: Experiment, spec: EnvSpec, code: UserCode, direct
         handles = FusedHandles(
             events=events_in if first else None,
             **{name: graph.counter(name) if first else None for name in names},
-            keep=graph.keep(f"fused-{rank}") if _outlived(experiment) else None,
+            keep=graph.keep(f"fused-{rank}") if outlived(experiment) else None,
         )
         group = GroupConfig(rank, ranks, rendezvous) if ranks > 1 else None
         loops.append((fused_setup(experiment, spec, code, group), handles))
@@ -166,8 +165,11 @@ def _add_ranks(graph: Graph, experiment: Experiment, twin: type[Twin], ranks: li
         graph.add(twin.member, setup, own)
 
 
-def _outlived(experiment: Experiment) -> bool:
-    """Return whether fused loops keep their states for a next life: a replay is too large to be kept every while."""
+def outlived(experiment: Experiment) -> bool:
+    """Return whether fused loops keep their states for a next life.
+
+    A replay is too large to be kept every while: such a run goes back to its last checkpoint when one of them dies.
+    """
     return experiment.learners > 1 and not isinstance(experiment.agent, ReplayAgent)
 
 
@@ -248,7 +250,6 @@ def _add_replay(
         Feed(
             batches=tuple(stream for part in parts for stream in part[rank].batches),
             priorities=tuple(stream for part in parts for stream in part[rank].priorities),
-            standings=tuple(standing for part in parts for standing in part[rank].standings),
         )
         for rank in range(experiment.ranks)
     ]
@@ -276,6 +277,7 @@ def _add_shard(
         inserts=graph.counter("inserts"),
         samples=graph.counter("samples"),
         standing=graph.publisher(f"standing-{setup.index}") if several else None,
+        others=_others(graph, setup.index, experiment.replay.shards) if several else (),
         keep=graph.keep(f"replay-{setup.index}", setting="replay.capacity"),
     )
     graph.add(ReplayShard, setup, handles)
@@ -283,10 +285,15 @@ def _add_shard(
         Feed(
             batches=(receiver,),
             priorities=(written[rank][0],) if rank in written else (),
-            standings=(graph.subscriber(f"standing-{setup.index}"),) if several else (),
         )
         for rank, (_, receiver) in enumerate(drawn)
     ]
+
+
+def _others(graph: Graph, index: int, shards: int) -> tuple[Subscriber[Standing] | None, ...]:
+    """Return the ends on which a shard hears how the others stand, None in its own place."""
+    numbers = range(shards)
+    return tuple(None if one == index else graph.subscriber(f"standing-{one}", optional=True) for one in numbers)
 
 
 def _add_learners(
@@ -307,7 +314,6 @@ def _add_learners(
             rows=graph.kept("replay-0") if mirrored(experiment, spec) else None,
             batches=feed.batches,
             priorities=feed.priorities,
-            standings=feed.standings,
             weights=graph.publisher("weights") if first else None,
             models=models if first else None,
             events=notices if first else None,
@@ -334,7 +340,6 @@ def _add_serving(
         handles = WorkerHandles(
             batches=feed.batches,
             priorities=feed.priorities,
-            standings=feed.standings,
             gradients=tuple(pushes[worker, server][0] for server in servers),
             slices=tuple(graph.subscriber(f"slice-{server}", views=True) for server in servers),
             weights=graph.publisher("weights") if worker == 0 else None,
@@ -377,7 +382,8 @@ def place(program: Program, experiment: Experiment) -> Placement:
             program.graph,
             spawn=_spawned(experiment),
             threads=threads,
-            groups=(Learner.kind, Fused.kind) if _outlived(experiment) else (Learner.kind,),
+            groups=(Learner.kind, Fused.kind) if outlived(experiment) else (Learner.kind,),
+            dwindling=(Learner.kind,) if experiment.parallel.after_death == "fewer" else (),
             background=(Actor.kind,),  # they take what cores there are; all others wait for each other
             brief=(Actor.kind, Evaluator.kind),
             lockstep=experiment.lockstep,

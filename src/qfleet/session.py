@@ -18,11 +18,11 @@ import numpy as np
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.model_io import ModelConfigs, load_model, save_model
 from qfleet.algo.networks import QNetwork, build_network
-from qfleet.control.monitor import Callbacks, Monitor, Standing
+from qfleet.control.monitor import Callbacks, Monitor, Standing, StopReason
 from qfleet.control.plan import Plan
 from qfleet.control.summary import summarise
 from qfleet.core.announcing import heard_by
-from qfleet.core.errors import CheckpointError
+from qfleet.core.errors import CheckpointError, RoleFailure
 from qfleet.core.protocols import Placement
 from qfleet.core.spec import EnvSpec
 from qfleet.core.types import Array, Weights
@@ -31,18 +31,30 @@ from qfleet.envs import make_env
 from qfleet.experiment import Experiment
 from qfleet.observe.sinks import JsonlSink, Sink
 from qfleet.observe.trackers import TensorBoardSink, WandbSink
-from qfleet.program import build_program, place
+from qfleet.program import build_program, outlived, place
 from qfleet.roles.evaluator import play
 from qfleet.runtime import checkpoint
 from qfleet.runtime.graph import open_handles
+from qfleet.runtime.restarts import Restarts
 from qfleet.runtime.rundir import RunDir, write_atomically
 from qfleet.runtime.supervisor import SupervisedPlacement
 from qfleet.setups import learner_device
 from qfleet.sharing import require_shared_memory
 
 T = TypeVar("T")
+_FALLS = 5
+"""How often in a row a run goes back to its last checkpoint because of quick deaths."""
 _SECOND_SIGNAL_S = 0.5
 """A second Ctrl-C that comes sooner than this is taken for the first one."""
+
+
+@dataclass(frozen=True)
+class Fallen:
+    """How far a run was whose roles could not be begun anew by themselves."""
+
+    cause: str
+    updates: int
+    training_s: float
 
 
 @dataclass
@@ -57,19 +69,44 @@ class Session:
     extended: bool = False
     """Whether a resumed run got a new budget, and so goes on beyond its target."""
     _interrupts: Interrupts = field(default_factory=lambda: Interrupts())
+    _fallen: Fallen | None = None
+    """What a death has undone, until the run goes on."""
+    _opened: list[Sink] = field(default_factory=list)
+    """All sinks, while the run lasts."""
 
     def carry_out(self, restore: checkpoint.Found | None = None) -> dict[str, Any]:
         """Train from the start, or from a checkpoint, to the end; return the summary."""
-        with self._interrupts.handled():
-            return self._carry_out(restore)
+        restarts = Restarts(_FALLS)
+        with self._interrupts.handled(), ExitStack() as whole:
+            while True:
+                try:
+                    return self._carry_out(restore, whole)
+                except RoleFailure as failure:
+                    delay = restarts.delay(failure.role, time.monotonic())
+                    if self._fallen is None or delay is None:
+                        raise
+                    time.sleep(delay)
+                    restore = self._last_checkpoint()
 
-    def _carry_out(self, restore: checkpoint.Found | None) -> dict[str, Any]:
+    def _last_checkpoint(self) -> checkpoint.Found | None:
+        """Return where a run that fell back as a whole goes on; None for its beginning."""
+        if not checkpoint.complete(self.run.checkpoints):
+            return None
+        found = checkpoint.newest_good(self.run.checkpoints)
+        checkpoint.set_aside(found)
+        self.experiment = self.experiment.replace(warm_start=None)  # the checkpoint has what came of it
+        return found
+
+    def _carry_out(self, restore: checkpoint.Found | None, whole: ExitStack) -> dict[str, Any]:
+        """Train to the end or to a failure; `whole` is closed when there is no further try."""
+        self._interrupts.heed()
         spec, grade = self._look_at_environment()
         plan = Plan.from_yaml(self.run.plan) if self.run.plan.is_file() else None
         require_shared_memory(self.experiment, spec, self.code)
         program = build_program(self.experiment, spec, self.code, self.run.path)
+        if not self._opened:
+            self._opened = [whole.enter_context(_closing(sink)) for sink in [*self._own_sinks(), *self.sinks]]
         with ExitStack() as stack:
-            sinks = [stack.enter_context(_closing(sink)) for sink in [*self._own_sinks(), *self.sinks]]
             with heard_by(self._tell):
                 placement = place(program, self.experiment)
             stack.callback(placement.close)
@@ -78,17 +115,19 @@ class Session:
                 self.experiment,
                 placement,
                 open_handles(program.monitor, placement.open),
-                sinks,
+                self._opened,
                 self.callbacks,
                 save_checkpoint=lambda steps, standing: self._save(placement, steps, standing),
                 save_model=lambda weights: self._save_model(spec, weights),
+                standing=Standing(training_s=0.0 if self._fallen is None else self._fallen.training_s),
             )
             grade = self._announce_start(monitor, grade, restore)
+            self._announce_fall(monitor)
             if plan is not None:
                 monitor.announce({"event": "planned", "text": plan.line()})
             self.run.begun = True
             with self._interrupts.stopping(monitor, placement):
-                reason = monitor.run()
+                reason = self._train(monitor)
                 returns = self._test()
                 if self._interrupts.count:
                     reason = "interrupt"
@@ -98,6 +137,26 @@ class Session:
                 self.run.write_summary(summary)
             monitor.announce({"event": "stopped" if reason == "interrupt" else "finished", "reason": reason})
         return summary
+
+    def _train(self, monitor: Monitor) -> StopReason:
+        """Let the run go on until something ends it; note how far it was where a death makes it fall back."""
+        try:
+            return monitor.run()
+        except RoleFailure as failure:
+            if failure.died and self.experiment.fused and not outlived(self.experiment):
+                self._fallen = Fallen(str(failure), monitor.counts()["updates"], monitor.training_s)
+            raise
+
+    def _announce_fall(self, monitor: Monitor) -> None:
+        """Say what a death has cost."""
+        if self._fallen is not None:
+            updates = monitor.counts()["updates"]
+            text = (
+                f"{self._fallen.cause}: all loops were restarted from update {updates}, that of the last checkpoint:"
+                f" {self._fallen.updates - updates} updates lost"
+            )
+            monitor.announce({"event": "notice", "role": "fused", "index": 0, "kind": "restarted", "text": text})
+            self._fallen = None
 
     def _tell(self, text: str) -> None:
         """Show what is being done before the run begins."""
@@ -121,7 +180,9 @@ class Session:
         if restore is not None:
             monitor.placement.restore(restore.directory)
             try:
-                monitor.resume_from(Standing(**restore.manifest["standing"]), self.extended)
+                standing = Standing(**restore.manifest["standing"])
+                standing.training_s = max(standing.training_s, monitor.standing.training_s)
+                monitor.resume_from(standing, self.extended)
             except (KeyError, TypeError) as error:
                 raise CheckpointError(f"{restore.directory}: its manifest does not say how the run stood") from error
             event |= {"event": "resumed", "env_steps": restore.manifest["env_steps"]}
@@ -242,6 +303,10 @@ class Interrupts:
     def ignore(self) -> None:
         """Heed no further signal."""
         self._ignored = True
+
+    def heed(self) -> None:
+        """Heed signals again: the run goes on."""
+        self._ignored = False
 
     def at_once(self, work: Callable[[], T]) -> T | None:
         """Do work of which nothing needs to be saved; a signal cuts it short, and then the result is None."""

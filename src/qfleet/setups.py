@@ -192,6 +192,7 @@ def learner_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, group: 
         parallel=parallel,
         whole=whole,
         ahead=not experiment.in_turns,
+        shards=experiment.replay.shards if isinstance(experiment.agent, ReplayAgent) else 1,
         max_decay=_max_decay(experiment),
     )
 

@@ -138,8 +138,22 @@ def test_a_death_before_anything_was_kept_begins_the_run_anew(tmp_path, monkeypa
     assert fingerprint(run)["model"] == fingerprint(uncut("minatar:breakout"))["model"]
 
 
-def test_a_death_of_loops_with_a_replay_ends_the_run_which_can_be_resumed(tmp_path, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "fused-1/worker.step:kill@12")
+def test_loops_with_a_replay_go_back_to_the_last_checkpoint_together_and_say_what_that_costs(tmp_path, monkeypatch):
+    killer = Killer(at=1200)
+    monkeypatch.setattr(qfleet.session, "place", killer.placed)
+    experiment = group("cartpole", **{"checkpoint.every": 500})
+    run = api.train(experiment, seed=5, run_dir=tmp_path / "run", callbacks=Callbacks(on_step=killer.on_step))
+    (told,) = [event["text"] for event in events_of(run, "notice") if event["kind"] == "restarted"]
+    assert told.startswith("fused[1] failed: its process was killed by SIGKILL")
+    assert "all loops were restarted from update" in told
+    assert int(told.split()[-3]) > 0
+    assert len(events_of(run, "resumed")) == 1
+    assert fingerprint(run) == fingerprint(uncut("cartpole"))
+
+
+def test_loops_with_a_replay_that_die_again_and_again_end_the_run_which_can_be_resumed(tmp_path, monkeypatch):
+    monkeypatch.setattr(qfleet.session, "_FALLS", 1)
+    monkeypatch.setenv(VARIABLE, "fused-1/worker.step:kill@6")
     with pytest.raises(QfleetError, match=r"fused\[1\] failed: its process was killed by SIGKILL"):
         api.train(group("cartpole", **{"checkpoint.every": 200}), seed=5, run_dir=tmp_path / "run")
     assert checkpoint.complete(tmp_path / "run" / "checkpoints")

@@ -80,8 +80,8 @@ def test_a_group_is_formed_anew_when_a_rank_dies(rank, changes, tmp_path, monkey
 
 
 def test_a_rank_that_dies_inside_a_collective_does_not_hang_the_others(tmp_path, monkeypatch):
-    """It has told its peers nothing when it dies: they are in the sum already, or come to it."""
-    monkeypatch.setenv(VARIABLE, "learner-1/worker.step:kill@60")
+    """It dies when it has begun a sum and before that is complete: its peers are in it, or come to it."""
+    monkeypatch.setenv(VARIABLE, "learner-1/group.sum:kill@60")
     run = api.train(short(env_steps=3000, **SETTINGS), run_dir=tmp_path / "run")
     assert run.summary["env_steps"] >= 3000
     assert {event["index"] for event in events_of(run, "restart")} == {0, 1, 2}

@@ -43,15 +43,16 @@ class Patient:
 class Killer:
     """Kills a random role each time the run has come a random way further."""
 
-    def __init__(self, kills: int, seed: int, pause: int) -> None:
+    def __init__(self, kills: int, seed: int, pause: int, roles: tuple[str, ...] = ROLES) -> None:
         self._rng, self._pause, self.left = np.random.default_rng(seed), pause, kills
+        self._roles = roles
         self._next = int(self._rng.integers(1, pause))
         self._killed: set[int] = set()
         self.placement: Any = None
 
     def on_step(self, metrics: dict[str, Any], stop: Any) -> None:
         if self.left and metrics["env_steps"] >= self._next:
-            pid = self.placement.pids().get(str(self._rng.choice(ROLES)))
+            pid = self.placement.pids().get(str(self._rng.choice(self._roles)))
             if pid is not None and pid not in self._killed:  # the last one may not be buried yet
                 os.kill(pid, signal.SIGKILL)
                 self._killed.add(pid)

@@ -29,6 +29,8 @@ PLANS: dict[str, Any] = {
     "2 x 2": {"parallel.pipeline": 2, "parallel.tensor": 2},
     "data 2 x tensor 2": {"learners": 2, "parallel.tensor": 2},
     "data 2 x pipeline 2": {"learners": 2, "parallel.pipeline": 2},
+    "tensor 2, 2 shards": {"parallel.tensor": 2, "actors": 2, "replay.shards": 2},
+    "data 3, 2 shards": {"learners": 3, "actors": 2, "replay.shards": 2},
     **{
         kind: {"learners": 2, "parallel.compression": {"kind": kind}}
         for kind in ("fp16", "bf16", "int8", "sign", "powersgd")
@@ -73,6 +75,13 @@ def test_a_split_run_leaves_a_whole_model(tmp_path):
         ({"parallel.update": {"kind": "local"}}, r"needs learners 2 or more"),
         ({"parallel.compression": {"kind": "int8"}}, r"needs learners 2 or more"),
         ({"parallel.tensor": 2, "learners": 2, "parallel.compression": {"kind": "int8"}}, r"is for whole networks"),
+        ({"parallel.after_death": "fewer"}, r"'fewer' is for learners 2 or more"),
+        ({"parallel.after_death": "fewer", "learners": 2, "parallel.tensor": 2}, r"'fewer' is .* whole networks"),
+        ({"parallel.after_death": "fewer", "learners": 2, "placement": "ray"}, r"in placement 'processes'"),
+        (
+            {"parallel.after_death": "fewer", "learners": 2, "learner.updates_per_draw": 2},
+            r"updates_per_draw 2 needs equal parts",
+        ),
         ({"parallel.tensor": 2, "learners": 2, "parallel.update": {"kind": "local"}}, r"need parallel\.update\.kind"),
     ],
 )

@@ -38,6 +38,17 @@ def test_every_shard_serves_its_actors_and_the_run_keeps_its_rate(placement: str
     assert {"replay.0.busy", "replay.1.busy"} <= set(records[-1])
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_workers_of_parameter_servers_take_from_all_shards(mode: str, tmp_path: Path) -> None:
+    served = {"learners": 2, "parallel.update": {"kind": "server", "servers": 2, "mode": mode}}
+    done = api.train(experiment(**served), seed=1, run_dir=tmp_path / "run")
+    checkpoint = complete(done.dir / "checkpoints")[-1]
+    known = [read_state(checkpoint, f"worker-{worker}")["feed"]["known"] for worker in range(2)]
+    assert all(standing.mass > 0 for standings in known for standing in standings)
+    owed = (done.summary["env_steps"] - 200) / 4
+    assert done.summary["updates"] == pytest.approx(owed, rel=0.05, abs=3)
+
+
 def test_strict_inline_equals_plain_inline_with_two_shards(tmp_path: Path) -> None:
     plain = api.train(experiment(), seed=2, run_dir=tmp_path / "plain")
     strict = api.train(experiment(), seed=2, run_dir=tmp_path / "strict", strict=True)
@@ -68,7 +79,6 @@ def test_two_shards_in_processes_go_on_from_a_checkpoint_at_the_same_rate(tmp_pa
     ("changes", "message"),
     [
         ({"actors": 2, "replay.shards": 3}, r"replay\.shards 3 exceeds actors 2: some would have no work"),
-        ({"learners": 2, "placement": "processes"}, r"replay\.shards 2 needs one learner, not 2"),
         ({"normalise_rewards": True}, "normalise_rewards needs one replay shard, not 2"),
         ({"agent.kind": "rollout", "learner.evaluated": "online"}, r"replay\.shards 2 needs agent\.kind 'replay'"),
         ({"topology": "fused", "env": {"kind": "tensor", "game": "cartpole"}, "actors": 2}, "topology 'fused' has one"),

@@ -18,6 +18,7 @@ class Edge:
 
     def __init__(self, messages: Any = (), capacity: int = 1000) -> None:
         self.queue, self.capacity, self.closed, self.count = deque(messages), capacity, False, 0
+        self.number, self.left = 0, False
 
     def waitable(self) -> None:
         return None
@@ -28,6 +29,7 @@ class Edge:
     def send(self, message: Any) -> None:
         assert self.ready()
         self.queue.append(message)
+        self.number += 1
 
     publish = send
 
@@ -41,6 +43,12 @@ class Edge:
 
     def exhausted(self) -> bool:
         return self.closed and not self.queue
+
+    def sent(self) -> int:
+        return self.number
+
+    def deserted(self) -> bool:
+        return self.left
 
     def add(self, amount: int) -> None:
         self.count += amount

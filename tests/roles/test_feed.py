@@ -15,9 +15,9 @@ from test_replay_shard import experience, make_shard
 from qfleet.core.role import DONE
 from qfleet.core.types import Priorities, Standing
 from qfleet.replay import PrioritisedConfig, Replay, ReplayConfig, UniformConfig
-from qfleet.roles.feed import Feed
+from qfleet.roles.feed import Company, Feed
 from qfleet.roles.replay_shard import ReplayShard, ShardHandles
-from qfleet.runtime.inline import LocalCells, LocalCounter
+from qfleet.runtime.inline import LocalCells, LocalCounter, LocalLatest, LocalSubscriber
 
 ALPHA, EPSILON, DECAY = 0.6, 1e-6, 0.9
 
@@ -26,22 +26,27 @@ def batch(shard: int = 0, **fields: Any) -> Any:
     return dataclasses.replace(random_batch(np.random.default_rng(shard), size=4), shard=shard, **fields)
 
 
-class Source(Edge):
-    """A batch stream that is never empty."""
+def standings(masses: list[float]) -> tuple[Standing, ...]:
+    return tuple(Standing(mass, 1.0) for mass in masses)
 
-    def __init__(self, shard: int) -> None:
+
+class Source(Edge):
+    """A batch stream that is never empty; its batches tell the masses of all."""
+
+    def __init__(self, shard: int, masses: list[float]) -> None:
         super().__init__()
-        self.shard, self.taken = shard, 0
+        self.shard, self.masses, self.taken = shard, masses, 0
 
     def receive(self) -> Any:
         self.taken += 1
-        return batch(self.shard)
+        return batch(self.shard, standings=standings(self.masses))
 
 
 def feed_of(masses: list[float], streams: list[Edge] | None = None) -> tuple[Feed, list[Any]]:
-    sources: list[Any] = streams or [Source(shard) for shard in range(len(masses))]
-    standings = tuple(Edge([Standing(mass, 1.0)]) for mass in masses)
-    return Feed(tuple(sources), tuple(Edge() for _ in masses), standings, DECAY), sources
+    sources: list[Any] = streams or [Source(shard, masses) for shard in range(len(masses))]
+    feed = Feed(tuple(sources), tuple(Edge() for _ in masses), len(masses), DECAY)
+    feed._known = list(standings(masses))
+    return feed, sources
 
 
 @settings(max_examples=50, deadline=None)
@@ -56,18 +61,20 @@ def test_no_shard_is_ever_ahead_or_behind_by_more_than_the_number_of_shards(mass
 
 
 def test_a_shard_that_grows_gets_its_share_at_once():
-    feed, sources = feed_of([1000.0, 1.0])
+    masses = [1000.0, 1.0]
+    feed, sources = feed_of(masses)
     for _ in range(50):
         feed.receive()
     before = sources[1].taken
-    feed._standings[1].send(Standing(1000.0, 1.0))
+    masses[1] = 1000.0
     for _ in range(100):
         feed.receive()
     assert sources[1].taken - before == pytest.approx(50, abs=2)
 
 
 def test_the_shard_whose_turn_it_is_is_waited_for():
-    streams = [Edge([batch(0) for _ in range(9)]), Edge([batch(1)])]
+    told = standings([1.0, 1.0])
+    streams = [Edge([batch(0, standings=told) for _ in range(9)]), Edge([batch(1, standings=told)])]
     feed, _ = feed_of([1.0, 1.0], streams)
     assert sorted(feed.receive().shard for _ in range(2)) == [0, 1]
     assert feed.receive().shard == 0
@@ -78,12 +85,15 @@ def test_the_shard_whose_turn_it_is_is_waited_for():
 
 
 def test_what_is_left_is_taken_when_the_others_have_ended_whatever_they_had_earned():
-    streams = [Edge([batch(0) for _ in range(5)]), Edge([batch(1)]), Edge([batch(2) for _ in range(3)])]
-    feed, _ = feed_of([1.0, 8.0, 0.0], streams)
+    masses = [1.0, 8.0, 0.0]
+    counts = (5, 1, 3)
+    streams = [Edge([batch(s, standings=standings(masses)) for _ in range(count)]) for s, count in enumerate(counts)]
+    feed, _ = feed_of(masses, streams)
     for stream in streams:
         stream.close()
     taken = [feed.receive().shard for _ in range(9)]
-    assert [taken.count(shard) for shard in range(3)] == [5, 1, 3]
+    assert tuple(taken.count(shard) for shard in range(3)) == counts
+    assert feed.receive() is None
     assert feed.exhausted()
 
 
@@ -112,10 +122,43 @@ def test_a_restored_feed_goes_on_as_the_first_one_would():
     first, _ = feed_of([3.0, 2.0, 1.7])
     for _ in range(7):
         first.receive()
-    second, _ = feed_of([0.0, 0.0, 0.0])
-    second._standings = tuple(Edge() for _ in range(3))  # nothing newer
+    second, _ = feed_of([3.0, 2.0, 1.7])
     second.load_state_dict(first.state_dict())
     assert [second.receive().shard for _ in range(40)] == [first.receive().shard for _ in range(40)]
+
+
+# ---------------------------------------------------------------------- several ranks
+
+
+def rank_of(draws: list[int], newest: Any, ended: bool = False, parts: int = 2) -> Feed:
+    stream = Edge([batch(0, draw=draw, parts=parts) for draw in draws])
+    stream.closed = ended
+    feed = Feed((stream,), company=Company(2, newest))
+    feed.realign()
+    return feed
+
+
+def test_ranks_that_begin_anew_leave_out_what_one_of_them_has_behind_it():
+    asked: list[int] = []
+    feed = rank_of([4, 5, 6], lambda draw: asked.append(draw) or max(draw, 5))
+    assert [feed.receive().draw for _ in range(2)] == [5, 6]
+    assert asked == [4], "they ask each other once"
+
+
+def test_a_rank_whose_stream_has_ended_says_so_and_the_others_leave_the_rest_out():
+    ended = rank_of([], lambda draw: draw, ended=True)
+    assert ended.receive() is None
+    (asked,) = (ended._since[0],)
+    feed = rank_of([7], lambda draw: max(draw, asked), ended=True)
+    assert feed.receive() is None
+    assert feed.exhausted()
+
+
+def test_draws_that_were_cut_for_another_number_of_ranks_are_left_out_unasked():
+    def refuse(draw: int) -> int:
+        raise AssertionError("the others may have no such draw to ask about")
+
+    assert rank_of([4, 5], refuse, parts=3).receive() is None
 
 
 # ---------------------------------------------------------------------- with real replays
@@ -137,18 +180,18 @@ def filled(items: int, seed: int, sampler: Any) -> Replay:
 class Drawing(Edge):
     """A batch stream that is drawn when it is taken from."""
 
-    def __init__(self, replay: Replay, shard: int, size: int, beta: float) -> None:
+    def __init__(self, replays: list[Replay], shard: int, size: int, beta: float) -> None:
         super().__init__()
-        self.replay, self.shard, self.size, self.beta = replay, shard, size, beta
+        self.replays, self.shard, self.size, self.beta = replays, shard, size, beta
 
     def receive(self) -> Any:
-        drawn = self.replay.sample(self.size, self.beta)
-        return dataclasses.replace(drawn, shard=self.shard, least=self.replay.sampler.least, beta=self.beta)
+        replay, told = self.replays[self.shard], tuple(replay.standing for replay in self.replays)
+        least, drawn = replay.sampler.least, replay.sample(self.size, self.beta)
+        return dataclasses.replace(drawn, shard=self.shard, least=least, beta=self.beta, standings=told)
 
 
 def drawing_feed(replays: list[Replay], size: int, beta: float) -> Feed:
-    streams = tuple(Drawing(replay, shard, size, beta) for shard, replay in enumerate(replays))
-    return Feed(streams, (), tuple(Edge([replay.standing]) for replay in replays))
+    return Feed(tuple(Drawing(replays, shard, size, beta) for shard in range(len(replays))), shards=len(replays))
 
 
 @pytest.mark.parametrize("sampler", [UniformConfig(), PrioritisedConfig(alpha=ALPHA, epsilon=EPSILON)])
@@ -191,11 +234,9 @@ def test_weights_are_those_of_one_shard_with_the_same_content():
     assert seen == {0, 1}
 
 
-def test_a_weight_never_exceeds_one_though_the_least_item_has_grown_since_the_draw():
-    feed, _ = feed_of([1.0, 1.0], [Edge([batch(0, least=0.1, beta=1.0)]), Edge()])
-    for edge, least in zip(feed._standings, (0.5, 0.2), strict=True):
-        edge.queue.clear()
-        edge.send(Standing(1.0, least))
+def test_a_weight_never_exceeds_one_whatever_others_tell():
+    told = (Standing(1.0, 0.5), Standing(1.0, 0.2))
+    feed, _ = feed_of([1.0, 1.0], [Edge([batch(0, least=0.1, beta=1.0, standings=told)]), Edge()])
     assert np.array_equal(feed.receive().weight, batch(0).weight)
 
 
@@ -217,20 +258,30 @@ def test_new_items_get_the_maximum_of_all_shards():
 class Run:
     """Actors, real shards and a feed that are stepped one by one, in any order."""
 
-    def __init__(self, messages: list[int], period: float, starts: int, room: int, prioritised: bool) -> None:
+    def __init__(
+        self, messages: list[int], period: float, starts: int, room: int, prioritised: bool, ranks: int = 1
+    ) -> None:
         self.left, self.sent, shards = list(messages), [0] * len(messages), len(messages)
         self.inserts, self.samples = LocalCells(), LocalCells()
         self.handles = [
             ShardHandles(
                 experience=(Edge(capacity=room),),
-                priorities=(Edge(),) if prioritised else (),
-                batches=(Edge(capacity=room),),
+                priorities=tuple(Edge() for _ in range(ranks)) if prioritised else (),
+                batches=tuple(Edge(capacity=room) for _ in range(ranks)),
                 env_steps=Edge(),
                 inserts=LocalCounter(self.inserts, shard),
                 samples=LocalCounter(self.samples, shard),
-                standing=Edge(),
+                standing=LocalLatest(lambda message: message),
             )
             for shard in range(shards)
+        ]
+        told = [handles.standing for handles in self.handles]
+        self.handles = [
+            dataclasses.replace(
+                handles,
+                others=tuple(None if one is handles.standing else LocalSubscriber(one) for one in told),
+            )
+            for handles in self.handles
         ]
         setup = make_shard(train_period=period, learning_starts=starts, batch_size=2)[0]._setup
         if not prioritised:
@@ -239,12 +290,16 @@ class Run:
             ReplayShard(dataclasses.replace(setup, index=shard), handles) for shard, handles in enumerate(self.handles)
         ]
         self.done = [False] * shards
-        self.feed = Feed(
-            tuple(handles.batches[0] for handles in self.handles),
-            tuple(handles.priorities[0] for handles in self.handles if prioritised),
-            tuple(handles.standing for handles in self.handles),
-        )
-        self.learned = 0
+        self.feeds = [
+            Feed(
+                tuple(handles.batches[rank] for handles in self.handles),
+                tuple(handles.priorities[rank] for handles in self.handles if prioritised),
+                shards,
+            )
+            for rank in range(ranks)
+        ]
+        self.learned: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        """Which draws of which shards each rank has learned from."""
 
     def act(self, actor: int) -> None:
         stream = self.handles[actor].experience[0]
@@ -257,14 +312,15 @@ class Run:
     def store(self, shard: int) -> None:
         self.done[shard] = self.done[shard] or self.shards[shard].step() == DONE
 
-    def learn(self, _: int) -> None:
-        message = self.feed.receive()
+    def learn(self, rank: int) -> None:
+        feed, learned = self.feeds[rank % len(self.feeds)], self.learned[rank % len(self.feeds)]
+        message = feed.receive()
         if message is not None:
-            self.learned += 1
+            learned.append((message.shard, message.draw))
             assert np.all(message.weight <= 1.0)
-            if self.feed._priorities:
-                found = np.arange(len(message.index), dtype=np.float32) + self.learned % 7
-                self.feed.write_back(Priorities(message.index, message.generation, found, message.shard))
+            if feed._priorities:
+                found = np.arange(len(message.index), dtype=np.float32) + len(learned) % 7
+                feed.write_back(Priorities(message.index, message.generation, found, message.shard))
 
 
 @settings(max_examples=60, deadline=None)
@@ -274,19 +330,22 @@ class Run:
     starts=st.integers(1, 40),
     room=st.integers(1, 3),
     prioritised=st.booleans(),
+    ranks=st.integers(1, 2),
     order=st.lists(st.tuples(st.sampled_from(["act", "store", "learn"]), st.integers(0, 3)), max_size=120),
 )
-def test_every_run_comes_to_its_end_and_keeps_its_rate(messages, period, starts, room, prioritised, order):
-    run, shards = Run(messages, period, starts, room, prioritised), len(messages)
+def test_every_run_comes_to_its_end_and_keeps_its_rate(messages, period, starts, room, prioritised, ranks, order):
+    run, shards = Run(messages, period, starts, room, prioritised, ranks), len(messages)
     rounds = [(what, who) for what in ("act", "store", "learn") for who in range(shards)]
     # first as it comes, so that any of them may be far behind; then all in turn, which must end
     for what, who in [*order, *rounds * 400]:
         getattr(run, what)(who % shards)
     assert all(run.done)
-    assert run.feed.exhausted()
-    assert run.learned == run.samples.total
+    assert all(feed.exhausted() for feed in run.feeds)
+    learned = len(run.learned[0])
+    assert learned == run.samples.total
+    assert all(others == run.learned[0] for others in run.learned), "all ranks take the same draws in one order"
     inserted = run.inserts.total
     assert inserted == 4 * sum(messages)
     owed = max(0.0, inserted - starts) / period
     if all(count > 1 for count in messages):  # every shard has something to draw
-        assert owed - 1 <= run.learned <= max(owed, 0.0) + 1e-9
+        assert owed - 1 <= learned <= max(owed, 0.0) + 1e-9

@@ -14,7 +14,6 @@ from test_learner import make_learner
 from test_replay_shard import experience, make_shard
 
 from qfleet.core import codec
-from qfleet.core.errors import QfleetError
 from qfleet.core.role import DONE, WORKED
 from qfleet.core.types import Version
 from qfleet.roles.actor import Actor
@@ -27,7 +26,8 @@ class Keep:
     """A role's memory that outlives it, in the memory of the test."""
 
     def __init__(self) -> None:
-        self.life, self.arrays, self.state = 0, {}, None  # type: ignore[var-annotated]
+        self.life = self.gone = 0
+        self.arrays, self.state = {}, None  # type: ignore[var-annotated]
 
     def array(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
         return self.arrays.setdefault(name, np.zeros(shape, dtype))
@@ -48,8 +48,8 @@ def next_life(role: Any) -> Any:
     return type(role)(role._setup, role._handles)
 
 
-def shard_with_experience(ranks: int = 1) -> ReplayShard:
-    shard, handles = make_shard(ranks, train_period=1e6)
+def shard_with_experience() -> ReplayShard:
+    shard, handles = make_shard(train_period=1e6)
     kept: ReplayShard = with_keep(shard, handles, Keep())
     for sequence in range(6):
         handles.experience[0].send(experience(sequence))
@@ -96,12 +96,6 @@ def test_a_second_life_draws_other_batches() -> None:
     first = shard_with_experience()
     second = next_life(first)
     assert first._replay.rng.random() != second._replay.rng.random()
-
-
-def test_a_shard_of_several_learners_ends_the_run() -> None:
-    first = shard_with_experience(ranks=2)
-    with pytest.raises(QfleetError, match="learners"):
-        next_life(first)
 
 
 def test_an_actor_begins_new_episodes_and_cuts_the_old_ones() -> None:

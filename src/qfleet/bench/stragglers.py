@@ -72,6 +72,14 @@ class Nowhere:
     def close(self) -> None:
         """Nothing to close."""
 
+    def sent(self) -> int:
+        """Nothing ever was."""
+        return 0
+
+    def deserted(self) -> bool:
+        """Never."""
+        return False
+
     def latest(self) -> None:
         """There are never new weights."""
 

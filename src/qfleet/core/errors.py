@@ -29,13 +29,14 @@ class CheckpointError(QfleetError):
 class RoleFailure(QfleetError):
     """A role of the running program failed; names the role, its index and the cause."""
 
-    def __init__(self, role: str, index: int, cause: str) -> None:
+    def __init__(self, role: str, index: int, cause: str, died: bool = False) -> None:
+        """Take whether it `died` rather than raised an error, which it would again."""
         super().__init__(f"{role}[{index}] failed: {cause}")
-        self.role, self.index, self.cause = role, index, cause
+        self.role, self.index, self.cause, self.died = role, index, cause, died
 
-    def __reduce__(self) -> tuple[type[RoleFailure], tuple[str, int, str]]:
-        """Travel between processes with all three parts."""
-        return type(self), (self.role, self.index, self.cause)
+    def __reduce__(self) -> tuple[type[RoleFailure], tuple[str, int, str, bool]]:
+        """Travel between processes with all parts."""
+        return type(self), (self.role, self.index, self.cause, self.died)
 
 
 class Deadlock(QfleetError):

@@ -38,6 +38,12 @@ class Sender(Waitable, Protocol[In]):
     def close(self) -> None:
         """Say that no further message will come."""
 
+    def sent(self) -> int:
+        """Return how many messages were sent here, by former lives of the role too; a restored run counts anew."""
+
+    def deserted(self) -> bool:
+        """Return whether whoever received here has left the run for good."""
+
 
 class Receiver(Waitable, Protocol[Out]):
     """The receiving end of a bounded stream."""
@@ -81,6 +87,8 @@ class Keep(Protocol):
 
     life: int
     """How often the role was begun anew in this run: 0 the first time."""
+    gone: int
+    """How many of those who lived and died together with the role have left the run for good."""
 
     def array(self, name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """Return the array of that name: zeros in the first life, later what the former life left in it."""

@@ -80,7 +80,7 @@ class Batch:
     updates: int = 1
     """How many updates are made from it, one after the other, each from an equal part of its items, in their order."""
     draw: int = 0
-    """Updates that were drawn for in the run when it was drawn: the parts of one draw have the same."""
+    """Updates that its shard had drawn for, with these: the parts of one draw have the same."""
     fresh: Ints | None = None  # [F]
     """For a learner that has a copy of the shard's rows: those written since the last batch. The observations are then
     the rows where they lie, [B, S] for stacks of S frames or [B], and -1 is a frame of zeros."""
@@ -90,6 +90,11 @@ class Batch:
     """The least value that an item of the shard is drawn in proportion to; an item of that value has the weight 1."""
     beta: float = 0.0
     """The exponent of the importance weights."""
+    standings: tuple[Standing, ...] = ()
+    """What each of several shards had to draw from, as far as this one knew; empty for the only shard. All ranks read
+    off it which shard is next, so that they take batches in one order without asking each other."""
+    parts: int = 1
+    """How many replicas the draw was shared out to."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,8 @@ class SequenceBatch:
     shard: int = 0
     least: float = 1.0
     beta: float = 0.0
+    standings: tuple[Standing, ...] = ()
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,7 @@ class Priorities:
 
 @dataclass(frozen=True)
 class Standing:
-    """How much a replay shard has to draw from, for a learner that takes from several (latest value)."""
+    """How much a replay shard has to draw from, for the other shards (latest value), which tell the learners."""
 
     mass: float
     """The sum of the values that its items are drawn in proportion to; their number for uniform sampling."""

@@ -14,6 +14,7 @@ from torch import distributed
 from torch.distributed.rendezvous import rendezvous as meet
 
 from qfleet.core.errors import ConfigError
+from qfleet.core.failpoints import failpoint
 from qfleet.core.versions import versions
 from qfleet.parallel.group import Group
 
@@ -54,6 +55,7 @@ class GradientGroup(Group):
             work = self._group.allreduce([tensor])
 
         def end() -> None:
+            failpoint("group.sum")
             with self._explained("all-reduce"):
                 work.wait()
 

@@ -36,13 +36,18 @@ class ParallelConfig(Config):
     """How replicas agree: by sums of gradients, by parameter servers, or by meetings now and then."""
     compression: CompressionConfig = NoCompressionConfig()
     """In which form gradients travel between replicas, or to servers."""
+    after_death: Literal["same", "fewer"] = "same"
+    """With how many ranks a group goes on when one of them dies: with the same number, or with one fewer each time,
+    until one is left. The batch stays the same; a resumed run has all of them again."""
 
     @property
     def split(self) -> int:
         """Ranks of one replica."""
         return self.tensor * self.pipeline
 
-    def contradictions(self, learners: int, batch_size: int, transitions: bool) -> list[tuple[bool, str]]:
+    def contradictions(
+        self, learners: int, batch_size: int, transitions: bool, placement: str
+    ) -> list[tuple[bool, str]]:
         """Return what could be wrong with the plan for a run of so many replicas, each with whether it is.
 
         `transitions` says whether the agent learns from single transitions of a replay.
@@ -51,6 +56,7 @@ class ParallelConfig(Config):
         splits = f"parallel.tensor {self.tensor} and parallel.pipeline {self.pipeline}"
         by_server = "parallel.update.kind 'server'"
         servers = update.servers if isinstance(update, ServerConfig) else 0
+        fewer = self.after_death == "fewer"
         return [
             ((self.split > 1 or servers > 0) and not transitions,
              f"{splits if self.split > 1 else by_server} needs agent.kind 'replay' without memory"),
@@ -66,6 +72,9 @@ class ParallelConfig(Config):
              f" gradients come from the others while one of learners {learners} computes, and none could be taken"),
             (update.kind == "local" and learners == 1,
              "parallel.update.kind 'local' needs learners 2 or more: one alone has nobody to meet"),
+            (fewer and (learners == 1 or self.split > 1 or servers > 0 or placement == "ray"),
+             "parallel.after_death 'fewer' is for learners 2 or more with whole networks that sum their gradients or"
+             " meet, in placement 'processes'"),
             (self.compression.kind != "none" and learners == 1 and not servers,
              f"parallel.compression.kind '{self.compression.kind}' needs learners 2 or more: one alone sends nothing"),
         ]  # fmt: skip

@@ -275,6 +275,8 @@ class Replay:
                 "shard": 0,
                 "least": 1.0,
                 "beta": 0.0,
+                "standings": (),
+                "parts": 1,
             }
         )
 

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from qfleet.core.protocols import Receiver, Sender, Subscriber
+from qfleet.core.protocols import Receiver, Sender
 from qfleet.core.role import State
 from qfleet.core.types import Batch, Priorities, Rollout, SequenceBatch, Standing
 
 Learnable = Batch | SequenceBatch | Rollout
+_NO_MORE = 2**62
+"""The number of the next draw where there is none."""
+
+
+@dataclass(frozen=True)
+class Company:
+    """The ranks that learn from parts of the same draws."""
+
+    replicas: int
+    newest: Callable[[int], int]
+    """Returns the largest of the numbers that all ranks give; each calls it, in the same order."""
 
 
 class Feed:
@@ -18,7 +31,8 @@ class Feed:
 
     With several shards batches are taken in proportion to the shards' masses, by smooth weighted round robin: each
     turn every shard earns its share of a batch, and whoever has earned most gives one. So no shard is ever ahead or
-    behind by more batches than there are shards.
+    behind by more batches than there are shards. All that decides is in the batches themselves, which tell how the
+    shards stand, and in where streams end: ranks that get the same draws take them in the same order.
 
     A shard whose turn it is is waited for. That cannot last: when others have drawn all that the limiter allows, more
     experience comes in, and the next batch is drawn where there is room, by that shard. When none comes any more, it
@@ -29,62 +43,85 @@ class Feed:
         self,
         batches: tuple[Receiver[Learnable], ...],
         priorities: tuple[Sender[Priorities], ...] = (),
-        standings: tuple[Subscriber[Standing], ...] = (),
+        shards: int = 1,
         max_decay: float = 1.0,
+        company: Company | None = None,
     ) -> None:
         """Take from `batches`; the `priorities` of each shard's items go back to it.
 
-        Several shards tell their `standings`. `max_decay` is the factor on the run-wide maximum priority at each
-        write-back.
+        `max_decay` is the factor on the maximum priority of several shards at each write-back. Where the rank has
+        `company`, parts of draws that were cut for another number of ranks are left out.
         """
-        self._batches, self._priorities = batches, priorities
-        self._standings, self._max_decay = standings, max_decay
-        self._known = [Standing(0.0, 1.0) for _ in standings]
-        self._earned = [0.0 for _ in standings]
+        self._batches, self._priorities, self._max_decay = batches, priorities, max_decay
+        self._in_turn, self._company = shards > 1, company
+        self._known = [Standing(1.0, 1.0) for _ in batches]
+        """How the shards stood at the last batch; all alike before the first."""
+        self._earned = [0.0 for _ in batches]
+        self._ended = [False for _ in batches]
+        self._since: list[int | None] = [0 for _ in batches]
+        """The first draw of each shard that no rank has behind it; None when they have still to find out."""
         self._highest = 0.0
         self.awaited = batches
         """What a message must come from when there is none now."""
 
     def receive(self) -> Learnable | None:
         """Return the next batch or rollout; None if there is none now, or none of the shard whose turn it is."""
-        if not self._standings:
-            return self._first()
-        for number, subscriber in enumerate(self._standings):
-            self._known[number] = subscriber.latest() or self._known[number]
-        masses = [
-            0.0 if stream.exhausted() else standing.mass
-            for stream, standing in zip(self._batches, self._known, strict=True)
-        ]
-        if not any(masses):  # what was drawn before a shard lost all that it had
-            self.awaited = self._batches
-            return self._first()
-        earned = [credit + mass / sum(masses) for credit, mass in zip(self._earned, masses, strict=True)]
-        turn = max((number for number, mass in enumerate(masses) if mass), key=lambda number: earned[number])
-        message = self._batches[turn].receive()
-        if message is None:
-            self.awaited = (self._batches[turn],)  # messages of others are no reason to look again
-            return None
-        earned[turn] -= 1.0
-        self._earned = earned
-        return self._rescaled(message)
+        if not self._in_turn:
+            received = (self._next(number) for number in range(len(self._batches)))
+            return next((message for message in received if message is not None), None)
+        while not all(self._ended):
+            turn, earned = self._turn()
+            message = self._next(turn)
+            if message is not None:
+                assert not isinstance(message, Rollout)
+                earned[turn] -= 1.0
+                self._earned, self._known = earned, list(message.standings) or self._known
+                return _rescaled(message)
+            if not self._ended[turn]:
+                self.awaited = (self._batches[turn],)  # messages of others are no reason to look again
+                return None
+        return None
 
-    def _first(self) -> Learnable | None:
-        """Return what the first stream has that has something."""
-        received = (stream.receive() for stream in self._batches)
-        return next((message for message in received if message is not None), None)
+    def _turn(self) -> tuple[int, list[float]]:
+        """Return whose turn it is, and what each shard has earned when that is over."""
+        going = [number for number, ended in enumerate(self._ended) if not ended]
+        # A shard of which the others do not know yet has drawn, too, when these have come to their end.
+        heard = [number for number in going if self._known[number].mass] or going
+        masses = [self._known[number].mass if number in heard else 0.0 for number in range(len(self._batches))]
+        total = sum(masses) or 1.0
+        earned = [credit + mass / total for credit, mass in zip(self._earned, masses, strict=True)]
+        return max(heard, key=lambda number: earned[number]), earned
 
-    def _rescaled(self, message: Learnable) -> Learnable:
-        """Return a batch whose weights are relative to the least value of all shards, not of its own alone."""
-        if isinstance(message, Rollout) or message.beta == 0.0:
-            return message
-        # Its own shard's least is that of the draw: a later one could be above a value that was drawn.
-        others = [one.least for number, one in enumerate(self._known) if one.mass and number != message.shard]
-        factor = (min([message.least, *others]) / message.least) ** message.beta
-        return dataclasses.replace(message, weight=message.weight * np.float32(factor))
+    def _next(self, number: int) -> Learnable | None:
+        """Return the next message of a stream that all ranks have still before them."""
+        stream = self._batches[number]
+        while (message := stream.receive()) is not None:
+            if isinstance(message, Rollout) or self._company is None:
+                return message
+            if message.parts == self._company.replicas and message.draw >= self._first(number, message.draw):
+                return message
+        self._ended[number] = stream.exhausted()
+        if self._ended[number]:
+            self._first(number, _NO_MORE)  # the others may have something left of it
+        return None
+
+    def _first(self, number: int, draw: int) -> int:
+        """Return the first draw of a shard that counts; ranks, of whom this one has `draw`, may have to ask for it."""
+        since = self._since[number]
+        if since is None:
+            assert self._company is not None
+            since = self._since[number] = self._company.newest(draw)
+        return since
+
+    def realign(self) -> None:
+        """Find out, with the other ranks, what all of them have before them: what one has not begun to learn from,
+        another may have behind it."""
+        if self._company is not None:
+            self._since = [None for _ in self._batches]
 
     def exhausted(self) -> bool:
-        """Return whether nothing will come any more."""
-        return all(stream.exhausted() for stream in self._batches)
+        """Return whether nothing will come any more, after `receive` has found nothing."""
+        return all(self._ended)
 
     def full(self) -> tuple[Sender[Priorities], ...]:
         """Return the priority streams that have no room now."""
@@ -96,7 +133,7 @@ class Feed:
 
     def write_back(self, priorities: Priorities) -> None:
         """Send the new priorities of a batch to the shard that drew it."""
-        if self._standings:
+        if self._in_turn:
             found = priorities.priority[np.isfinite(priorities.priority)]
             self._highest = max(float(found.max(initial=0.0)), self._highest * self._max_decay)
             priorities = dataclasses.replace(priorities, highest=self._highest)
@@ -104,8 +141,21 @@ class Feed:
 
     def state_dict(self) -> State:
         """Return what the shards have earned and told, and the run-wide maximum priority."""
-        return {"earned": self._earned, "known": self._known, "highest": self._highest}
+        earned, known = (self._earned, self._known) if self._in_turn else ([], [])
+        return {"earned": earned, "known": known, "highest": self._highest}
 
     def load_state_dict(self, state: State) -> None:
         """Continue from `state_dict`."""
-        self._earned, self._known, self._highest = list(state["earned"]), list(state["known"]), state["highest"]
+        if self._in_turn:
+            self._earned, self._known = list(state["earned"]), list(state["known"])
+        self._highest = state["highest"]
+
+
+def _rescaled(batch: Batch | SequenceBatch) -> Batch | SequenceBatch:
+    """Return a batch whose weights are relative to the least value of all shards, not of its own alone."""
+    if batch.beta == 0.0:
+        return batch
+    # Its own shard's least is that of the draw.
+    others = [one.least for number, one in enumerate(batch.standings) if one.mass and number != batch.shard]
+    factor = (min([batch.least, *others]) / batch.least) ** batch.beta
+    return dataclasses.replace(batch, weight=batch.weight * np.float32(factor))

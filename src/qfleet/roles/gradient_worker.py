@@ -1,6 +1,6 @@
 """Turns batches into gradients for the parameter servers, and takes the weights that they make of them.
 
-Receives: Batches from the replay shards; ParameterSlices from every server, Standings and Evaluated (latest values).
+Receives: Batches from the replay shards; ParameterSlices from every server and Evaluated (latest values).
 Sends: GradientPushes to every server, Priorities to the replay shards, Notices; the first worker also Weights (latest
     value) to the actors and Weights to the evaluator.
 Waits for: the next batch, or the weights that have its last gradient in them.
@@ -32,7 +32,6 @@ from qfleet.core.types import (
     Priorities,
     Rollout,
     SequenceBatch,
-    Standing,
     Version,
     Weights,
 )
@@ -69,8 +68,6 @@ class WorkerHandles:
     """Updates of the run; the first worker counts."""
     keep: Keep | None = None
     """Where a gradient on its way, and states, outlive the worker; None where nothing does."""
-    standings: tuple[Subscriber[Standing], ...] = ()
-    """What several shards have to draw from, one for each; none for one shard."""
 
 
 class GradientWorker(Role):
@@ -81,7 +78,7 @@ class GradientWorker(Role):
     def __init__(self, setup: ServingSetup, handles: WorkerHandles) -> None:
         self._setup, self._handles = setup, handles
         keep, allocate = handles.keep, zeros if handles.keep is None else handles.keep.array
-        self._feed = Feed(handles.batches, handles.priorities, handles.standings, setup.learner.max_decay)
+        self._feed = Feed(handles.batches, handles.priorities, setup.learner.shards, setup.learner.max_decay)
         self._learning = build_remote_learning(setup)
         self._update, self._step = self._learning.update, self._learning.step
         ends = (handles.gradients, handles.slices)

@@ -25,6 +25,7 @@ from qfleet.parallel.group import Group
 from qfleet.parallel.local import LocalConfig, LocalStep
 from qfleet.parallel.plan import ParallelConfig
 from qfleet.parallel.turns import TurnGroup
+from qfleet.roles.feed import Company
 from qfleet.roles.learner_setup import GroupConfig
 
 if TYPE_CHECKING:  # they load much of torch that few runs need
@@ -122,7 +123,12 @@ class Joining:
         restored: State | None = codec.unpack(header, shared)
         return restored
 
-    def newest(self, draw: int) -> int:
+    @property
+    def company(self) -> Company:
+        """The ranks as those that get parts of the same draws."""
+        return Company(self._group.size // self._config.split, self._newest)
+
+    def _newest(self, draw: int) -> int:
         """Return the largest number of a draw that any rank has next."""
         return max(int(other) for other in self._group.all_gather(torch.tensor([draw])))
 

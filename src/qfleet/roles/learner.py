@@ -1,6 +1,6 @@
 """Turns batches into better weights: the only role that changes the network.
 
-Receives: Batches from the replay shards, or Rollouts from actors; Standings and Evaluated (latest values).
+Receives: Batches from the replay shards, or Rollouts from actors; Evaluated (latest value).
 Sends: Weights (latest value) to the actors, Weights to the evaluator, Priorities to the replay shards, Notices.
 Waits for: the next batch.
 """
@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,6 @@ from qfleet.core.types import (
     Priorities,
     Rollout,
     SequenceBatch,
-    Standing,
     Version,
     Weights,
 )
@@ -59,8 +58,6 @@ class LearnerHandles:
     """Updates of the run; the first rank counts."""
     keep: Keep | None = None
     """Where states outlive the learner; None where nothing does."""
-    standings: tuple[Subscriber[Standing], ...] = ()
-    """What several shards have to draw from, one for each; none for one shard."""
     rows: KeptRows | None = None
     """The shard's memory, where the learner has a copy of its observations; None where batches have them."""
 
@@ -71,9 +68,11 @@ class Learner(Role):
     kind = "learner"
 
     def __init__(self, setup: LearnerSetup, handles: LearnerHandles) -> None:
+        setup = _as_left(setup, handles.keep)
         self._setup, self._handles = setup, handles
         self._joining = _join(setup, handles.keep.life if handles.keep else 0)
-        self._feed = Feed(handles.batches, handles.priorities, handles.standings, setup.max_decay)
+        company = None if self._joining is None else self._joining.company
+        self._feed = Feed(handles.batches, handles.priorities, setup.shards, setup.max_decay, company)
         self._learning = build_learning(setup, self.kind, self._joining)
         for kind, text in self._learning.notices.items():
             self._notice(kind, text)
@@ -93,8 +92,6 @@ class Learner(Role):
             self._publishing = Publishing(setup, self._update, lambda: self._version, shown)
         self._epoch = 0
         self._ended = False
-        self._newest_draw: int | None = 0
-        """What ranks have learned from before this draw; None when they have still to find out."""
         self._kept_at = time.monotonic()
         keep = handles.keep
         self._far: Ints = np.zeros(2, np.int64) if keep is None else keep.array("far", (2,), np.int64)
@@ -106,8 +103,8 @@ class Learner(Role):
         """Begin with the last state that a former life kept, as a new epoch of the weights."""
         kept = keep.committed()
         if self._joining is not None:
-            # What one rank had not yet begun to learn from, another may have behind it.
-            kept, self._newest_draw = self._joining.shared(kept), None
+            kept = self._joining.shared(kept)
+            self._feed.realign()
         kept = kept or {"life": 0, "state": None}
         if kept["state"] is not None:
             self._load(kept["state"])
@@ -117,7 +114,9 @@ class Learner(Role):
         self._far[0] = self._updates
         if self._handles.weights is not None:
             self._handles.updates.add(-lost)
-        self._notice("restarted", f"learner restarted from update {self._updates}: {lost} updates lost")
+        ranks = "" if self._setup.group is None else f", {self._setup.group.size} ranks"
+        text = f"learner restarted from update {self._updates}: {lost} updates lost; epoch {self._epoch}{ranks}"
+        self._notice("restarted", text)
 
     def _commit(self) -> State:
         """Make the present state outlive this process; return it."""
@@ -144,8 +143,6 @@ class Learner(Role):
         if full := self._feed.full():
             return Idle("replay has not taken the priorities", wake_on=full)
         message = self._feed.receive()
-        if message is not None and self._is_behind(message):
-            return WORKED
         if message is not None or self._updating.waiting:
             self._learn(message)
             return WORKED
@@ -186,14 +183,6 @@ class Learner(Role):
         """Return whether the last state that was kept is old."""
         kept = self._handles.keep is not None
         return kept and time.monotonic() - self._kept_at >= self._setup.learner.snapshot_s
-
-    def _is_behind(self, message: Message) -> bool:
-        """Return whether a peer has already learned from its part of the same draw, in a former life of the group."""
-        if self._joining is None or isinstance(message, Rollout):
-            return False
-        if self._newest_draw is None:
-            self._newest_draw = self._joining.newest(message.draw)
-        return message.draw < self._newest_draw
 
     @property
     def _first(self) -> bool:
@@ -314,6 +303,7 @@ class Learner(Role):
     def load_state_dict(self, state: State) -> None:
         """Continue."""
         self._load(state)
+        self._feed.realign()  # a group that was smaller when it was saved left draws that were cut for it
         if self._learning.mirror is not None:
             self._learning.mirror.renew()  # the shard was restored too
         self._far[0] = self._updates
@@ -345,6 +335,13 @@ class Learner(Role):
         set_deterministic(False)
         if self._joining is not None:
             self._joining.close()
+
+
+def _as_left(setup: LearnerSetup, keep: Keep | None) -> LearnerSetup:
+    """Return the setup of a group without those who have left it for good: the last ones."""
+    if setup.group is None or keep is None:
+        return setup
+    return replace(setup, group=replace(setup.group, size=setup.group.size - keep.gone))
 
 
 def _join(setup: LearnerSetup, life: int) -> Joining | None:

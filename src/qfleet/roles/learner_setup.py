@@ -82,5 +82,7 @@ class LearnerSetup:
     """A plan whose split network is computed as a whole here; None where it is shared as planned."""
     ahead: bool = False
     """Whether the next batch may be on its way while one is learned from: not where roles take turns."""
+    shards: int = 1
+    """Replay shards from which batches are taken in turn."""
     max_decay: float = 1.0
     """Factor on the maximum priority of several shards at each write-back."""

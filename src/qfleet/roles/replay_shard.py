@@ -1,6 +1,6 @@
 """Keeps what the actors saw and pushes batches to the learner, at the rate that the run's limiter allows.
 
-Receives: Experience from its actors, Priorities from the learner.
+Receives: Experience from its actors, Priorities from the learner, Standings (latest values) from other shards.
 Sends: Batches, one part of each for every learner rank; its Standing (latest value) where it is not the only shard.
 Waits for: new experience, room in the batch streams, or the limiter.
 """
@@ -12,20 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from qfleet.algo.schedules import Schedule
 from qfleet.core import seeding
-from qfleet.core.errors import QfleetError
 from qfleet.core.failpoints import failpoint
-from qfleet.core.protocols import Counter, Keep, Publisher, Receiver, Sender
+from qfleet.core.protocols import Counter, Keep, Publisher, Receiver, Sender, Subscriber
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.spec import EnvSpec, LeafSpec
 from qfleet.core.types import Batch, Experience, Priorities, SequenceBatch, Standing, Version
 from qfleet.replay import RateLimiter, Replay, ReplayConfig, SequenceWindow
 from qfleet.replay.storage import remove_files
+from qfleet.roles.dealing import Dealing
 
 
 @dataclass(frozen=True)
@@ -83,6 +80,8 @@ class ShardHandles:
     """Updates that all shards have drawn for."""
     standing: Publisher[Standing] | None = None
     """Where it tells how much it has to draw from; None for the only shard."""
+    others: tuple[Subscriber[Standing] | None, ...] = ()
+    """Where each shard tells that, None in its own place; empty for the only shard."""
     keep: Keep | None = None
     """Where rows and ledger outlive the shard; None where nothing does."""
 
@@ -119,27 +118,48 @@ class ReplayShard(Role):
             updates=handles.samples,
             together=setup.updates_per_draw,
         )
+        self._dealing = Dealing(
+            handles.batches,
+            handles.samples,
+            size=setup.batch_size * setup.updates_per_draw,
+            shards=max(len(handles.others), 1),
+            split=setup.split,
+            keep=keep,
+        )
         self._version = Version()
         self._turn = self._dealt = 0
         self._told = Standing(0.0, 0.0)
+        self._known = [Standing(0.0, 1.0) for _ in handles.others]
+        self._highest = [0.0 for _ in handles.priorities]
+        """The last maximum over all shards that each replica knew, where there are several."""
         if keep is not None and life > 0:
             self._recover(keep)
         if setup.mirrored:
             self._replay.store.mirror()
+        if life > 0:
+            self._finish_draw()
 
     def _recover(self, keep: Keep) -> None:
         """Be the shard of the last commit; what came after it is still in the streams."""
-        if len(self._handles.batches) > 1 and not self._setup.dealt:
-            raise QfleetError(
-                "the replay shard's process died, and the learners may have got different numbers of batches: "
-                "only a run with one learner goes on; resume from the last checkpoint"
-            )
         ledger = keep.committed() or self._ledger()  # without a commit: that of an empty replay
         self._replay.recover(ledger["replay"])
         self._limiter.forgiven = ledger["forgiven"]
         self._version, self._turn = ledger["version"], ledger["turn"]
         inserts = self._handles.inserts
         inserts.add(self._replay.counts["inserted"] - inserts.own())
+
+    def _finish_draw(self) -> None:
+        """Send what a former life drew and died of sending: some learners may have got their parts of it."""
+        if (unsent := self._dealing.unsent()) is None:
+            return
+        batch: Batch | SequenceBatch
+        if self._setup.sequence:
+            batch = self._replay.sequences(unsent.index, unsent.weight)
+        else:
+            batch = self._replay.transitions(unsent.index, unsent.weight)
+            batch = dataclasses.replace(batch, updates=self._setup.updates_per_draw)
+        told = (unsent.beta, unsent.standings, unsent.draw, unsent.parts)
+        self._dealing.send_parts(self._stamped(batch, *told), unsent.ranks)
 
     def _ledger(self) -> State:
         return {
@@ -180,16 +200,23 @@ class ReplayShard(Role):
 
     def _has_room(self) -> bool:
         """Return whether all ranks, or one to whom a whole batch is dealt, can take more."""
-        ready = [sender.ready() for sender in self._handles.batches]
+        ready = [self._handles.batches[rank].ready() for rank in self._dealing.ranks]
         return any(ready) if self._setup.dealt else all(ready)
 
     def _take_priorities(self) -> int:
         taken = 0
-        for stream in self._handles.priorities:
+        for replica, stream in enumerate(self._handles.priorities):
             while (message := stream.receive()) is not None:
+                if message.highest:
+                    message = dataclasses.replace(message, highest=self._highest_of_all(replica, message.highest))
                 self._replay.update_priorities(message)
                 taken += 1
         return taken
+
+    def _highest_of_all(self, replica: int, highest: float) -> float:
+        """Return the highest priority that any replica knows, each of which sees its own parts of draws only."""
+        self._highest[replica] = highest
+        return max(self._highest[rank // self._setup.split] for rank in self._dealing.ranks)
 
     def _take_experience(self) -> int:
         taken, streams = 0, self._handles.experience
@@ -205,7 +232,7 @@ class ReplayShard(Role):
         return taken
 
     def _tell_standing(self) -> None:
-        """Let the learner know when the mass has changed by a hundredth, or the least value at all."""
+        """Let the other shards know when the mass has changed by a hundredth, or the least value at all."""
         if self._handles.standing is None:
             return
         now, told = self._replay.standing, self._told
@@ -221,30 +248,40 @@ class ReplayShard(Role):
             batch = self._replay.sample_sequences(size, beta)
         else:
             batch = self._replay.sample(size, beta, updates)
-        self._handles.samples.add(updates)
-        batch = dataclasses.replace(
+        ranks = [self._next_rank()] if self._setup.dealt else self._dealing.ranks
+        told = (beta, self._standings(), self._handles.samples.own() + updates, self._dealing.parts(ranks))
+        self._dealing.send(self._stamped(batch, *told), ranks)
+
+    def _stamped(
+        self, batch: Batch | SequenceBatch, beta: float, standings: tuple[Standing, ...], draw: int, parts: int
+    ) -> Batch | SequenceBatch:
+        """Return a draw with all that the learners have to know of it."""
+        return dataclasses.replace(
             batch,
             version=self._version,
-            draw=self._handles.samples.total(),
-            global_size=size * updates,
+            draw=draw,
+            global_size=self._setup.batch_size * self._setup.updates_per_draw,
             shard=self._setup.index,
             least=self._replay.sampler.least,
             beta=beta,
+            standings=standings,
+            parts=parts,
         )
-        if self._setup.dealt:
-            self._deal(batch)
-            return
-        replicas = len(self._handles.batches) // self._setup.split
-        for rank, sender in enumerate(self._handles.batches):
-            sender.send(batch if replicas == 1 else _every(batch, rank // self._setup.split, replicas))
 
-    def _deal(self, batch: Batch | SequenceBatch) -> None:
-        """Send a whole batch to the next rank that has room."""
+    def _standings(self) -> tuple[Standing, ...]:
+        """Return how much every shard has to draw from, this one now and the others when they last said."""
+        for number, other in enumerate(self._handles.others):
+            told = self._replay.standing if other is None else other.latest()
+            self._known[number] = told or self._known[number]
+        return tuple(self._known)
+
+    def _next_rank(self) -> int:
+        """Return the next rank that has room for a whole batch."""
         ranks = len(self._handles.batches)
         turns = [(self._dealt + turn) % ranks for turn in range(ranks)]
         rank = next(turn for turn in turns if self._handles.batches[turn].ready())
-        self._handles.batches[rank].send(batch)
         self._dealt = (rank + 1) % ranks
+        return rank
 
     def metrics(self) -> Mapping[str, float]:
         """Return how full the shard is and how often its items are used."""
@@ -260,6 +297,7 @@ class ReplayShard(Role):
             "version": self._version,
             "turn": self._turn,
             "told": self._told,
+            "known": list(self._known),
             "dealt": self._dealt,
         }
 
@@ -271,6 +309,8 @@ class ReplayShard(Role):
             self._limiter.forgive()
         self._version, self._turn = state["version"], state["turn"]
         self._told, self._dealt = state.get("told", self._told), state.get("dealt", 0)
+        self._known = list(state.get("known", self._known))
+        self._dealing.forget()
         if self._setup.mirrored:
             self._replay.store.mirror()
         self._commit()
@@ -279,16 +319,3 @@ class ReplayShard(Role):
         """Delete the files of the mapped tier."""
         if self._setup.directory is not None:
             remove_files(self._setup.directory)
-
-
-def _every(batch: Batch | SequenceBatch, replica: int, replicas: int) -> Batch | SequenceBatch:
-    """Return the rows of one replica: every so many strata of the one global draw."""
-
-    def part(value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            return np.ascontiguousarray(value[replica::replicas])
-        if isinstance(value, dict):
-            return {name: part(leaf) for name, leaf in value.items()}
-        return value
-
-    return dataclasses.replace(batch, **{f.name: part(getattr(batch, f.name)) for f in dataclasses.fields(batch)})

@@ -55,6 +55,8 @@ class Ports:
     """By edge and side."""
     life: int = 0
     """How often the role of the process was begun anew."""
+    gone: int = 0
+    """How many of its group have left for good."""
     hold: bool = True
     """Whether received messages wait for an acknowledgement: those of a role do, but for what it can ask for again."""
 
@@ -62,7 +64,7 @@ class Ports:
         """Return the live handle of an end."""
         stem = edge_stem(self.folder, end.edge)
         if end.side == "keep":
-            return FileKeep(keep_stem(self.folder, end.edge), self.life, end.setting)
+            return FileKeep(keep_stem(self.folder, end.edge), self.life, end.setting, self.gone)
         if end.side == "kept":
             return KeepReader(keep_stem(self.folder, end.edge))
         if end.side == "sender":

@@ -72,6 +72,13 @@ def read_state(directory: Path, name: str) -> State:
     return chunkfiles.found(_chunk_folder(directory), state)
 
 
+def copy_state(directory: Path, source: str, name: str) -> None:
+    """Write the state of one role as that of another, too."""
+    for suffix in (".msgpack", ".safetensors", ".chunks"):
+        if (directory / f"{source}{suffix}").exists():
+            shutil.copyfile(directory / f"{source}{suffix}", directory / f"{name}{suffix}")
+
+
 def save(root: Path, env_steps: int, fill: Callable[[Path], None], meta: dict[str, Any], keep: int) -> Path:
     """Make one checkpoint: `fill` writes its files; it appears under its final name only when complete.
 

@@ -27,7 +27,7 @@ class LocalStream:
         self.capacity = capacity
         self.queue: deque[Any] = deque()
         self.closed = False
-        self._copy = copy
+        self._copy, self._sent = copy, 0
 
     def waitable(self) -> None:
         """Nothing to wait on: the other end is stepped by the same host."""
@@ -41,6 +41,15 @@ class LocalStream:
         if not self.ready():
             raise RuntimeError("sent into a full stream: ask ready() first")
         self.queue.append(self._copy(message))
+        self._sent += 1
+
+    def sent(self) -> int:
+        """Return how many messages were sent here."""
+        return self._sent
+
+    def deserted(self) -> bool:
+        """Return False: roles of one process stay or end together."""
+        return False
 
     def receive(self) -> Any | None:
         """Return the next message, or None."""

@@ -20,7 +20,7 @@ from qfleet.runtime.memory import NoRoom, attach, create
 class LocalKeep:
     """A keep in the memory of this process, for placements that never begin a role anew."""
 
-    life = 0
+    life = gone = 0
 
     def __init__(self) -> None:
         self._arrays: dict[str, NDArray[Any]] = {}
@@ -40,10 +40,10 @@ class LocalKeep:
 
 
 class FileKeep:
-    """A keep in files that begin with `stem`; `life` says how often its role was begun anew."""
+    """A keep in files that begin with `stem`; `life` says how often its role was begun anew, `gone` who is missing."""
 
-    def __init__(self, stem: Path, life: int, setting: str) -> None:
-        self.life = life
+    def __init__(self, stem: Path, life: int, setting: str, gone: int = 0) -> None:
+        self.life, self.gone = life, gone
         self._stem, self._setting = stem, setting
         self._state = LatestPublisher(stem)
 

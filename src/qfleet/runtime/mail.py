@@ -85,6 +85,14 @@ class MailSender:
             self._closed = True
             self._deliver(self._sent, None)
 
+    def sent(self) -> int:
+        """Return how many messages were sent here."""
+        return self._sent
+
+    def deserted(self) -> bool:
+        """Return False: a role that dies here ends the run."""
+        return False
+
     def state(self) -> int:
         """Return how many messages the receiver has not taken; all roles are paused."""
         return self._sent - self.taken

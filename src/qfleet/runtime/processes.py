@@ -30,10 +30,13 @@ from qfleet.core.errors import ConfigError
 from qfleet.core.protocols import Report
 from qfleet.core.types import Notice
 from qfleet.core.waiting import Waiter
-from qfleet.runtime.channels import Ports, StreamLevels, lay_out
-from qfleet.runtime.graph import Graph, Node, ends
+from qfleet.runtime import checkpoint
+from qfleet.runtime.channels import Ports, StreamLevels, edge_stem, lay_out
+from qfleet.runtime.graph import Graph, Node, ends, open_handles
+from qfleet.runtime.groups import Groups
 from qfleet.runtime.memory import RunFolder
 from qfleet.runtime.restarts import Restarts
+from qfleet.runtime.streams import desert
 from qfleet.runtime.supervisor import Member, SupervisedPlacement
 from qfleet.runtime.watchdog import Standstill, Watchdog
 from qfleet.runtime.worker import Answer, Command, OpenEnds, Worker, failed, name_process, set_threads
@@ -43,6 +46,8 @@ _STOP_S, _KILL_S = 5.0, 5.0
 """How long a child may take to close its role, and to be gone after SIGKILL."""
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a run to end."""
+_CULPRIT_S = 0.3
+"""How long the death is waited for that one of a group complains of."""
 _CROWDED = 4
 """Processes for each core from which on a person is told."""
 _CALLS = 3
@@ -56,7 +61,8 @@ class ProcessPlacement(SupervisedPlacement):
 
     `spawn` names the kinds of roles that must not be forked; `threads` gives the threads of torch and OpenMP by kind,
     one where not given. A role that holds a keep and dies or hangs is begun anew, `restarts` times if its deaths follow
-    each other quickly; those of a kind in `groups` live and die together, so that all of them are. It hangs
+    each other quickly; those of a kind in `groups` live and die together, so that all of them are, or all but one if
+    the kind is in `dwindling`, too. It hangs
     when one of its steps takes longer than `stall` seconds; those of kinds in `brief`, whose steps cost little to be
     made again, also when a person waits for the end of the run. Kinds in `background` leave a core to any other that
     wants it. In `lockstep` roles step one at a time, in inline's order.
@@ -70,6 +76,7 @@ class ProcessPlacement(SupervisedPlacement):
         spawn: Collection[str] = (),
         threads: Mapping[str, int] | None = None,
         groups: Collection[str] = (),
+        dwindling: Collection[str] = (),
         background: Collection[str] = (),
         brief: Collection[str] = (),
         restarts: int = 5,
@@ -80,7 +87,8 @@ class ProcessPlacement(SupervisedPlacement):
         failpoints.arm(failpoints.wanted(), "supervisor", everyone=False)
         payloads = [_payload(node) for node in graph.nodes]
         self._mortal = {node.name for node in graph.nodes if not any(end.side == "keep" for end in ends(node.handles))}
-        self._groups = {node.name: _group(graph, node, groups) for node in graph.nodes}
+        self._nodes = {node.name: node for node in graph.nodes}
+        self._groups = Groups(graph, groups, dwindling)
         self._brief = {node.name for node in graph.nodes if node.kind in brief}
         self._restarts, self._watchdog, self._standstill = Restarts(restarts), Watchdog(stall), Standstill()
         self._folder = RunFolder()
@@ -88,6 +96,10 @@ class ProcessPlacement(SupervisedPlacement):
         self._children: dict[str, _Child] = {}
         self._due: dict[str, float] = {}
         """When the dead are begun anew."""
+        self._leaving: set[str] = set()
+        """Who is not begun anew when its process has ended."""
+        self._left: list[Node] = []
+        """Who has left for good."""
         self._warn_of_crowd()
         atexit.register(self.close)  # before multiprocessing's own handler, which would wait for the children
         try:
@@ -134,7 +146,16 @@ class ProcessPlacement(SupervisedPlacement):
         until = min([time.monotonic() + seconds, *self._due.values()])
         items = [item for child in self._children.values() for item in child.waitables()]
         connection.wait(items, 0.0 if heard else max(0.0, until - time.monotonic()))
-        now = time.monotonic()
+        heard += self._said()
+        until = time.monotonic() + _CULPRIT_S
+        while _unexplained(heard) and (left := until - time.monotonic()) > 0:
+            connection.wait([item for child in self._children.values() for item in child.sentinels()], left)
+            heard += self._said()
+        return sorted(heard, key=lambda one: isinstance(one[1], Answer) and one[1].lost)  # who is gone comes first
+
+    def _said(self) -> list[tuple[Member, Answer | Report]]:
+        """Return what came from the children by now."""
+        heard, now = [], time.monotonic()
         for member in self.crew:
             if member.name in self._children:
                 said = self._children[member.name].hear()
@@ -145,8 +166,8 @@ class ProcessPlacement(SupervisedPlacement):
 
     def _judged(self, member: Member, heard: Answer | Report) -> Answer | Report:
         """Return what one of a group said; that its peers are gone is no fault of its own, but the end of its life."""
-        if isinstance(heard, Answer) and heard.lost and len(self._groups[member.name]) > 1:
-            return Answer("died", heard.cause)
+        if isinstance(heard, Answer) and heard.lost and len(self._groups.of(member.name)) > 1:
+            return Answer("died", heard.cause, lost=True)
         return heard
 
     def _replaceable(self, member: Member) -> bool:
@@ -159,11 +180,14 @@ class ProcessPlacement(SupervisedPlacement):
         child.kill()  # what it had started
         child.join(time.monotonic() + _KILL_S)
         child.release()
+        if member.name in self._leaving:
+            self._leave(member)
+            return ""
         if member.name in self._due:
             return ""  # it dies with its group
         if not member.built and member.life > 0:
             return f"{cause}; that was the second try"  # what never worked will not begin to
-        group = self._groups[member.name]
+        group = self._groups.of(member.name)
         delay = self._restarts.delay(group[0], time.monotonic())
         if delay is None:
             return f"{cause}; that was death {self._restarts.in_a_row(group[0])} within a short time"
@@ -171,7 +195,31 @@ class ProcessPlacement(SupervisedPlacement):
             self._due[name] = time.monotonic() + delay
             if name in self._children:
                 self._children[name].condemn(f"{member.name} of its group died")
+        if (leaver := self._groups.leaver(member.name)) is not None:
+            self._send_away(leaver, member, cause)
         return ""
+
+    def _send_away(self, leaver: str, dead: Member, cause: str) -> None:
+        """Let one of a group, who dies with it, not come back."""
+        del self._due[leaver]
+        self._leaving.add(leaver)
+        left, drawn = len(self._groups.of(leaver)) - 1, self._groups.drawn[leaver]
+        text = f"{dead.name} died ({cause}): its group goes on with {left} of {drawn}, without {leaver}"
+        self._incidents.append(Notice("supervisor", 0, "fewer", text))
+        if leaver == dead.name:
+            self._leave(dead)
+
+    def _leave(self, member: Member) -> None:
+        """Go on without a role whose process has ended; those who send to it and its group must know."""
+        self._leaving.remove(member.name)
+        self.crew.remove(member)
+        node = self._nodes[member.name]
+        self._left.append(node)
+        for end in ends(node.handles):
+            if end.side == "receiver":
+                desert(edge_stem(self._folder.path, end.edge))
+        for name in self._groups.leave(member.name):
+            self._setups[name].ports.gone += 1
 
     def _begin_due(self) -> list[Member]:
         """Begin those of the dead anew whose time has come; returns them."""
@@ -179,7 +227,7 @@ class ProcessPlacement(SupervisedPlacement):
             member
             for member in self.crew
             if time.monotonic() >= self._due.get(member.name, math.inf)
-            and not any(name in self._children for name in self._groups[member.name])
+            and not any(name in self._children for name in self._groups.of(member.name))
         ]
         for member in begun:
             del self._due[member.name]
@@ -209,6 +257,17 @@ class ProcessPlacement(SupervisedPlacement):
 
     def _save_own_ends(self, directory: Path) -> None:
         self._ends.save(directory, "caller")
+        for node in self._left:
+            self._save_for(node, directory)
+
+    def _save_for(self, node: Node, directory: Path) -> None:
+        """Write what one who left would begin with in a resumed run, which has all of the group again."""
+        first = next(name for name, other in self._nodes.items() if other.kind == node.kind)
+        checkpoint.copy_state(directory, first, node.name)
+        own = OpenEnds(self._setups[node.name].ports.open)
+        open_handles(node.handles, own.open)
+        own.drain()  # nobody would wait for these draws with it
+        own.save(directory, node.name)
 
     def _restore_own_ends(self, directory: Path) -> None:
         self._ends.restore(directory, "caller")
@@ -231,9 +290,10 @@ class ProcessPlacement(SupervisedPlacement):
         self._folder.remove()
 
 
-def _group(graph: Graph, node: Node, groups: Collection[str]) -> list[str]:
-    """Return the names of the nodes that live and die with this one, itself among them."""
-    return [other.name for other in graph.nodes if other is node or (node.kind in groups and other.kind == node.kind)]
+def _unexplained(heard: list[tuple[Member, Answer | Report]]) -> bool:
+    """Return whether roles said that somebody is gone, and nobody is known to be."""
+    deaths = [item.lost for _, item in heard if isinstance(item, Answer) and item.what == "died"]
+    return bool(deaths) and all(deaths)
 
 
 @dataclass(frozen=True)
@@ -276,7 +336,11 @@ class _Child:
 
     def waitables(self) -> list[Any]:
         """Return what becomes readable when the child speaks or dies."""
-        return ([] if self._deaf else [self._control]) + ([] if self._ended else [self._process.sentinel])
+        return ([] if self._deaf else [self._control]) + self.sentinels()
+
+    def sentinels(self) -> list[Any]:
+        """Return what becomes readable when the child dies, unless that is known."""
+        return [] if self._ended else [self._process.sentinel]
 
     def hear(self) -> list[Answer | Report]:
         """Return what the child said, and that it died if it did without saying why."""

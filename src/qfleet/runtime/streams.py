@@ -1,7 +1,8 @@
 """A bounded stream in shared memory: a ring of slots between two cursors that outlive either end; sockets only ring.
 
 Each cursor is written by one side alone, and last of all. A message stays in its slot until it is acknowledged, so an
-end that is opened anew goes on where its predecessor died: the sender at `sent`, the receiver at `taken`.
+end that is opened anew goes on where its predecessor died: the sender at `sent`, the receiver at `taken`. That a
+receiver has left for good is written by the supervisor.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from qfleet.runtime.memory import NoRoom, SlotReader, SlotWriter, attach, create
 
 Cells = NDArray[np.int64]
 
-_SENT, _CLOSED, _TAKEN, _SLOTS = 0, 1, 8, 16
+_SENT, _CLOSED, _TAKEN, _DESERTED, _SLOTS = 0, 1, 8, 9, 16
 """Where the cells begin; the two sides write to different cache lines."""
 _NUMBER, _GENERATION, _NBYTES, _SLOT_CELLS = range(4)
 """Of a slot: which message it holds (from 1), the generation of its file, and the bytes used."""
@@ -47,6 +48,11 @@ class Level:
 def read_level(edge: str, cells: Cells) -> Level:
     """Return how a stream stands, from its cells."""
     return Level(edge, int(cells[_SENT]), int(cells[_TAKEN]), (cells.size - _SLOTS) // _SLOT_CELLS)
+
+
+def desert(stem: Path) -> None:
+    """Let the sender know that nobody will receive its messages any more."""
+    attach(stem).view(np.int64)[_DESERTED] = 1
 
 
 class Bell:
@@ -158,6 +164,14 @@ class StreamSender:
         """Say that no further message will come."""
         self._cells[_CLOSED] = 1
         self._bell.ring()
+
+    def sent(self) -> int:
+        """Return how many messages were sent here in all lives of the role."""
+        return int(self._cells[_SENT])
+
+    def deserted(self) -> bool:
+        """Return whether whoever received here has left the run for good."""
+        return bool(self._cells[_DESERTED])
 
     def state(self) -> int:
         """Return how many messages are not acknowledged."""

@@ -198,7 +198,7 @@ class SupervisedPlacement(ABC):
         """Wait until these roles, or all, have answered so; one that is begun anew meanwhile is told again."""
         awaited = {member.name for member in members or self.crew}
         answers: dict[str, Answer] = {}
-        while len(answers) < len(awaited):
+        while any(member.name in awaited - answers.keys() for member in self.crew):  # one may leave for good
             heard = [(member, answer) for member, answer in self._hear(_LISTEN_S) if member.name in awaited]
             for member, answer in heard:
                 if answer.what == what:
@@ -294,7 +294,7 @@ class SupervisedPlacement(ABC):
         if answer.exit_code == ConfigError.exit_code:
             error = ConfigError(f"{member.name}: {answer.cause}")
         else:
-            error = RoleFailure(member.report.kind, member.report.index, answer.cause)
+            error = RoleFailure(member.report.kind, member.report.index, answer.cause, died=bool(died))
         if answer.trace:
             error.add_note(answer.trace)
         raise error

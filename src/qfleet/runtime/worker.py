@@ -88,6 +88,13 @@ class OpenEnds:
         for receiver in self._receivers:
             receiver.acknowledge()
 
+    def drain(self) -> None:
+        """Receive all that has come, for nobody."""
+        for receiver in self._receivers:
+            while receiver.receive() is not None:
+                pass
+        self.acknowledge()
+
     def save(self, directory: Path, owner: str) -> None:
         """Write the state of all ends; everything is paused, so that both ends of an edge agree."""
         checkpoint.write_state(directory, f"{owner}.ends", {key: end.state() for key, end in self._opened.items()})

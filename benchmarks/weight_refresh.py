@@ -5,7 +5,7 @@
 A DQN with the settings of atari:pong learns from frames of random play. Its weights are published every 32 updates in
 each form, and the forms are compared on the same weights. `error` is the root mean square of what the actors' weights
 are off by, as a share of how far the weights go from one publication to the next. `same action` is how often both
-networks prefer the same one for 512 frames. "int8, every 4th" is what could be had without any new code: actors keep
+networks prefer the same one for 128 frames. "int8, every 4th" is what could be had without any new code: actors keep
 what they have in between. `--sweep` compares settings of the deltas that take about as many bytes.
 """
 
@@ -34,7 +34,7 @@ from qfleet.parallel.packing_config import Bf16Weights, DeltaWeights, Int8Weight
 from qfleet.presets import preset
 from qfleet.roles.weight_store import snapshot
 
-ENVS, TICKS, TRIED = 8, 500, 512
+ENVS, TICKS, TRIED = 8, 500, 128
 PERIOD, BATCH = 32, 32
 Form = Bf16Weights | Int8Weights | DeltaWeights | None
 

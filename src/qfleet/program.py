@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from qfleet.algo.agent import ReplayAgent
+from qfleet.core.packed import PackedWeights
 from qfleet.core.protocols import Counter, Placement, Publisher, Receiver, Sender, Subscriber
 from qfleet.core.spec import EnvSpec
 from qfleet.core.types import (
@@ -199,6 +200,7 @@ def _add_actors(
             replies=() if served is None else served[index].replies,
             keep=graph.keep(f"actor-{index}"),
             orders=_orders(graph, experiment),
+            keyframes=_keyframes_seen(graph, experiment) if own_network else None,
         )
         graph.add(Actor, actor_setup(experiment, spec, code, index), handles)
         receivers.append(receiver)
@@ -209,6 +211,19 @@ def _add_actors(
 def _orders(graph: Graph, experiment: Experiment) -> Subscriber[Orders] | None:
     """Return an end on which the balancer's orders come, where there are such."""
     return graph.subscriber("orders", optional=True) if experiment.balanced else None
+
+
+def _keyframes_seen(graph: Graph, experiment: Experiment) -> Subscriber[PackedWeights] | None:
+    """Return an end on which keyframes of the weights come, where weights are published as deltas.
+
+    They come on an edge of their own, since most publications need no other one.
+    """
+    return graph.subscriber("keyframes") if experiment.learner.weights.kind == "delta" else None
+
+
+def _keyframes_shown(graph: Graph, experiment: Experiment) -> Publisher[PackedWeights] | None:
+    """Return the end that keyframes go to, where there are such."""
+    return graph.publisher("keyframes") if experiment.learner.weights.kind == "delta" else None
 
 
 def _add_inference(graph: Graph, experiment: Experiment, spec: EnvSpec, code: UserCode, servers: int) -> list[Served]:
@@ -229,6 +244,7 @@ def _add_inference(graph: Graph, experiment: Experiment, spec: EnvSpec, code: Us
             weights=graph.subscriber("weights", views=True),
             keep=graph.keep(f"inference-{server}"),
             orders=_orders(graph, experiment),
+            keyframes=_keyframes_seen(graph, experiment),
         )
         graph.add(InferenceServer, inference_setup(experiment, spec, code, server), handles)
     return [
@@ -321,6 +337,7 @@ def _add_learners(
             env_steps=graph.counter("env_steps"),
             updates=graph.counter("updates"),
             keep=graph.keep(f"learner-{rank}"),
+            keyframes=_keyframes_shown(graph, experiment) if first else None,
         )
         group = GroupConfig(rank, len(feeds), rendezvous) if len(feeds) > 1 else None
         ranks.append((learner_setup(experiment, spec, code, group), learner))
@@ -349,6 +366,7 @@ def _add_serving(
             env_steps=graph.counter("env_steps"),
             updates=graph.counter("updates"),
             keep=graph.keep(f"worker-{worker}"),
+            keyframes=_keyframes_shown(graph, experiment) if worker == 0 else None,
         )
         graph.add(GradientWorker, serving_setup(experiment, spec, code, worker), handles)
     for server in servers:

@@ -32,6 +32,7 @@ KINDS: list[dict[str, str]] = [
     *({"exploration.kind": kind} for kind in ("epsilon_greedy", "ladder")),
     {"exploration.kind": "none", "agent.noisy": "True"},
     *({"inference.kind": kind} for kind in ("local", "served", "adaptive")),
+    *({"learner.weights.kind": kind} for kind in ("none", "bf16", "int8", "delta")),
     {"env.kind": "atari", "env.game": "pong"},
     {"env.kind": "envpool", "env.id": "Pong-v5"},
     {"env.kind": "gym", "env.id": "CartPole-v1"},

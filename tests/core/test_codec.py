@@ -19,6 +19,7 @@ from hypothesis.extra import numpy as hnp
 from qfleet.core.codec import pack, roundtrip, unpack
 from qfleet.core.errors import CheckpointError
 from qfleet.core.gradients import GRADIENT_MESSAGES, GradientPush, ParameterSlice
+from qfleet.core.packed import PACKED_MESSAGES, PackedWeights
 from qfleet.core.types import (
     MESSAGES,
     Batch,
@@ -141,6 +142,7 @@ def messages() -> list[Any]:
         Notice("learner", 0, "nan", "the update was skipped"),
         GradientPush(2, 7, 3, [torch.arange(3.0), torch.zeros(2, dtype=torch.uint8)]),
         ParameterSlice(1, 9, floats(4), 2**62, ints(3), 0.1, final=True),
+        PackedWeights(version, "bf16", [torch.ones(3, dtype=torch.bfloat16)], floats(2), 2**62, base=2**61),
     ]  # fmt: skip
 
 
@@ -152,7 +154,7 @@ def test_every_message_comes_back(message: Any) -> None:
 
 
 def test_no_message_class_is_left_out_here() -> None:
-    assert {type(message) for message in messages()} == {*MESSAGES, *GRADIENT_MESSAGES}
+    assert {type(message) for message in messages()} == {*MESSAGES, *GRADIENT_MESSAGES, *PACKED_MESSAGES}
 
 
 def test_packing_copies_no_array_and_a_roundtrip_shares_none() -> None:

@@ -21,6 +21,7 @@ _FROM_LEARNER = (
     "policy_lag",
     "skipped_updates",
     "gradient_bytes",
+    "weight_bytes",
 )
 _FROM_REPLAY = ("replay_size", "replay_fill", "samples_per_insert")
 _WORK = {"actor": "env_steps", "learner": "updates", "worker": "gradients", "server": "version"}

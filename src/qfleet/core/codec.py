@@ -16,10 +16,11 @@ import torch
 
 from qfleet.core.errors import CheckpointError
 from qfleet.core.gradients import GRADIENT_MESSAGES
+from qfleet.core.packed import PACKED_MESSAGES
 from qfleet.core.types import MESSAGES, Array
 
 _ARRAY, _TENSOR, _MESSAGE, _BIGINT, _TUPLE = range(5)
-_TRAVELLING = (*MESSAGES, *GRADIENT_MESSAGES)
+_TRAVELLING = (*MESSAGES, *GRADIENT_MESSAGES, *PACKED_MESSAGES)
 _CLASSES = {cls.__name__: cls for cls in _TRAVELLING}
 _FIELDS = {cls: [field.name for field in dataclasses.fields(cls)] for cls in _TRAVELLING}
 

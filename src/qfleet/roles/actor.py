@@ -21,6 +21,7 @@ from qfleet.algo.networks import NetworkConfig, build_network
 from qfleet.core import seeding
 from qfleet.core.config import Config
 from qfleet.core.metrics import Window
+from qfleet.core.packed import PackedWeights
 from qfleet.core.protocols import Counter, Keep, Receiver, Sender, Subscriber
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.spec import EnvSpec
@@ -94,7 +95,7 @@ class ActorHandles:
     """What an actor sees of the run."""
 
     experience: Sender[Experience | Rollout]
-    weights: Subscriber[Weights] | None
+    weights: Subscriber[Weights | PackedWeights] | None
     """None where only a server computes the values."""
     env_steps: Counter
     events: Sender[Notice] | None = None
@@ -105,6 +106,8 @@ class ActorHandles:
     keep: Keep | None = None
     orders: Subscriber[Orders] | None = None
     """None where nobody balances the run."""
+    keyframes: Subscriber[PackedWeights] | None = None
+    """What weights are measured from; None where they stand for themselves."""
 
 
 class Actor(Role):
@@ -331,4 +334,4 @@ def _local(setup: ActorSetup, handles: ActorHandles) -> LocalActing:
     network = build_network(setup.network, setup.agent, setup.spec, seed=setup.seed, custom=setup.code.network)
     purpose = seeding.of_life("noise", 0 if handles.keep is None else handles.keep.life)
     noise = seeding.torch_stream(setup.seed, Actor.kind, setup.index, purpose)
-    return LocalActing(network, setup.actor.envs, noise, handles.weights, setup.inference.precision)
+    return LocalActing(network, setup.actor.envs, noise, handles.weights, setup.inference.precision, handles.keyframes)

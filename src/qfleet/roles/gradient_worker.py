@@ -22,6 +22,7 @@ from qfleet.accel.precision import set_deterministic
 from qfleet.algo.updates import UpdateResult
 from qfleet.core.errors import QfleetError
 from qfleet.core.gradients import GradientPush, ParameterSlice
+from qfleet.core.packed import PackedWeights
 from qfleet.core.protocols import Counter, Keep, Publisher, Receiver, Sender, Subscriber
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.types import (
@@ -59,7 +60,7 @@ class WorkerHandles:
     """One for each server."""
     slices: tuple[Subscriber[ParameterSlice], ...]
     """One for each server, in the same order."""
-    weights: Publisher[Weights] | None
+    weights: Publisher[Weights | PackedWeights] | None
     models: Sender[Weights] | None
     events: Sender[Notice] | None
     score: Subscriber[Evaluated]
@@ -68,6 +69,8 @@ class WorkerHandles:
     """Updates of the run; the first worker counts."""
     keep: Keep | None = None
     """Where a gradient on its way, and states, outlive the worker; None where nothing does."""
+    keyframes: Publisher[PackedWeights] | None = None
+    """Where keyframes of the weights go; None where weights are published without."""
 
 
 class GradientWorker(Role):
@@ -86,7 +89,7 @@ class GradientWorker(Role):
         self._sent: Bools = allocate("sent", (1,), np.bool_)  # whether the last model was
         self._publishing: Publishing | None = None
         if handles.weights is not None and handles.models is not None:
-            shown = Shown(handles.weights, handles.models, handles.env_steps)
+            shown = Shown(handles.weights, handles.models, handles.env_steps, handles.keyframes)
             self._publishing = Publishing(setup.learner, self._update, self._version, shown)
             for kind, text in self._learning.notices.items():
                 self._notice(kind, text)
@@ -241,6 +244,7 @@ class GradientWorker(Role):
             "learning_rate": self._step.learning_rate,
             "skipped_updates": float(self._skipped),
             "policy_lag": self._lag_sum / max(self._batches_seen, 1),
+            **({} if self._publishing is None else self._publishing.metrics()),
         }
 
     def state_dict(self) -> State:

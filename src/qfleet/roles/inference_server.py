@@ -25,6 +25,7 @@ from qfleet.algo.networks import NetworkConfig, QNetwork, build_network
 from qfleet.algo.optim import OptimConfig
 from qfleet.core import seeding
 from qfleet.core.config import Config
+from qfleet.core.packed import PackedWeights
 from qfleet.core.protocols import Keep, Receiver, Sender, Subscriber, Waitable
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.spec import EnvSpec
@@ -104,11 +105,13 @@ class InferenceHandles:
 
     requests: tuple[Receiver[InferenceRequest], ...]
     replies: tuple[Sender[InferenceReply], ...]
-    weights: Subscriber[Weights]
+    weights: Subscriber[Weights | PackedWeights]
     keep: Keep | None = None
     """Only tells which life this is: actors ask again what a former one took with it."""
     orders: Subscriber[Orders] | None = None
     """None where nobody balances the run."""
+    keyframes: Subscriber[PackedWeights] | None = None
+    """What weights are measured from; None where they stand for themselves."""
 
 
 class InferenceServer(Role):
@@ -125,7 +128,7 @@ class InferenceServer(Role):
         network.explore()
         purpose = seeding.of_life("noise", 0 if handles.keep is None else handles.keep.life)
         self._noise = seeding.torch_stream(setup.seed, self.kind, setup.index, purpose, device)
-        self._weights = WeightReader(FlatParameters(network), handles.weights)
+        self._weights = WeightReader(FlatParameters(network), handles.weights, handles.keyframes)
         self._compute = BatchedValues(
             network,
             setup.spec.observations,

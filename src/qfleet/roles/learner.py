@@ -1,7 +1,8 @@
 """Turns batches into better weights: the only role that changes the network.
 
 Receives: Batches from the replay shards, or Rollouts from actors; Evaluated (latest value).
-Sends: Weights (latest value) to the actors, Weights to the evaluator, Priorities to the replay shards, Notices.
+Sends: Weights (latest value), or PackedWeights and their keyframes, to the actors, Weights to the evaluator,
+    Priorities to the replay shards, Notices.
 Waits for: the next batch.
 """
 
@@ -21,6 +22,7 @@ from qfleet.accel.choices import CHANGED
 from qfleet.accel.precision import set_deterministic
 from qfleet.algo.updates import UpdateResult
 from qfleet.core.errors import QfleetError
+from qfleet.core.packed import PackedWeights
 from qfleet.core.protocols import Counter, Keep, KeptRows, Publisher, Receiver, Sender, Subscriber
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.types import (
@@ -49,7 +51,7 @@ class LearnerHandles:
     batches: tuple[Receiver[Batch | SequenceBatch | Rollout], ...]
     priorities: tuple[Sender[Priorities], ...]
     """One for each shard; none for uniform sampling."""
-    weights: Publisher[Weights] | None
+    weights: Publisher[Weights | PackedWeights] | None
     models: Sender[Weights] | None
     events: Sender[Notice | Evaluated] | None
     score: Subscriber[Evaluated]
@@ -60,6 +62,8 @@ class LearnerHandles:
     """Where states outlive the learner; None where nothing does."""
     rows: KeptRows | None = None
     """The shard's memory, where the learner has a copy of its observations; None where batches have them."""
+    keyframes: Publisher[PackedWeights] | None = None
+    """Where keyframes of the weights go; None where weights are published without."""
 
 
 class Learner(Role):
@@ -88,7 +92,7 @@ class Learner(Role):
         self._latest: dict[str, torch.Tensor] = {}
         self._publishing: Publishing | None = None
         if handles.weights is not None and handles.models is not None:
-            shown = Shown(handles.weights, handles.models, handles.env_steps)
+            shown = Shown(handles.weights, handles.models, handles.env_steps, handles.keyframes)
             self._publishing = Publishing(setup, self._update, lambda: self._version, shown)
         self._epoch = 0
         self._ended = False
@@ -273,6 +277,7 @@ class Learner(Role):
             "policy_lag": self._lag_sum / max(self._batches_seen, 1),
             "reward_scale": self._reward_scale,
             **({} if self._joining is None else self._joining.metrics()),
+            **({} if self._publishing is None else self._publishing.metrics()),
         }
 
     def state_dict(self) -> State:
@@ -285,12 +290,13 @@ class Learner(Role):
         return self._commit()
 
     def _state(self) -> State:
-        nothing: State = {"evaluations_due": 0, "published": None}
+        nothing: State = {"evaluations_due": 0, "published": None, "packer": {}}
         shown = nothing if self._publishing is None else self._publishing.state_dict()
         return {
             "update": self._update.state_dict(),
             "counters": [self._batches_seen, self._updates, self._skips, self._skipped, shown["evaluations_due"]],
             "published": shown["published"],
+            "packer": shown["packer"],
             "lag_sum": self._lag_sum,
             "reward_scale": self._reward_scale,
             "settings": self._settings,
@@ -316,7 +322,7 @@ class Learner(Role):
         self._reward_scale = state["reward_scale"]
         if self._publishing is not None:
             shown = {"evaluations_due": due, "published": state["published"], "reward_scale": self._reward_scale}
-            self._publishing.load_state_dict(shown)
+            self._publishing.load_state_dict({**shown, "packer": state.get("packer", {})})
         if "feed" in state:  # older checkpoints have none
             self._feed.load_state_dict(state["feed"])
         if self._joining is not None:

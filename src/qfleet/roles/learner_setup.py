@@ -15,6 +15,7 @@ from qfleet.algo.optim import OptimConfig
 from qfleet.core.config import Config
 from qfleet.core.spec import EnvSpec
 from qfleet.core.usercode import UserCode
+from qfleet.parallel.packing_config import PackingConfig, PlainWeights
 from qfleet.parallel.plan import ParallelConfig
 from qfleet.parallel.turns import Turns
 
@@ -35,6 +36,8 @@ class LearnerConfig(Config):
     """Which network is evaluated and kept: a slowly moving target is an average of the online network."""
     publish_period: int = Field(32, gt=0)
     """Updates after which weights are published at the latest; an idle learner publishes at once."""
+    weights: PackingConfig = PlainWeights()
+    """In which form weights travel to actors and inference servers; evaluations and checkpoints have all of them."""
     skips: int = Field(3, gt=0)
     """Non-finite updates in a row that stop the run; a GPU that works ahead may make a few more before it does."""
     snapshot_s: float = Field(10.0, gt=0)

@@ -10,6 +10,7 @@ import torch
 from qfleet.accel.precision import Precision, autocast
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.networks import QNetwork
+from qfleet.core.packed import PackedWeights
 from qfleet.core.protocols import Subscriber, Waitable
 from qfleet.core.role import State
 from qfleet.core.types import Bools, Floats, Ints, Leaves, Version, Weights
@@ -28,14 +29,15 @@ class LocalActing:
         network: QNetwork,
         envs: int,
         noise: torch.Generator,
-        weights: Subscriber[Weights],
+        weights: Subscriber[Weights | PackedWeights],
         precision: Precision = "fp32",
+        keyframes: Subscriber[PackedWeights] | None = None,
     ) -> None:
         """Take over a new network for `envs` environments, and the generator of its weight noise."""
         self._precision = precision
         self._network, self._noise = network.explore(), noise
         network.set_generator(noise)
-        self._weights = WeightReader(FlatParameters(network), weights)
+        self._weights = WeightReader(FlatParameters(network), weights, keyframes)
         self._acting = Acting(network, envs)
         self._asked: deque[tuple[Leaves, Bools | None, Ints]] = deque()
 

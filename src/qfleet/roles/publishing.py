@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from qfleet.algo.updates import Update
+from qfleet.core.packed import PackedWeights
 from qfleet.core.protocols import Counter, Publisher, Sender
 from qfleet.core.role import Idle, State
 from qfleet.core.types import Bools, Ints, Version, Weights
+from qfleet.parallel.packing import Packer, packed_bytes
+from qfleet.parallel.packing_config import PlainWeights
 from qfleet.roles.learner_setup import LearnerSetup
 from qfleet.roles.weight_store import snapshot
 
@@ -22,9 +25,11 @@ _PUBLISHING = 16
 class Shown:
     """Where weights go."""
 
-    weights: Publisher[Weights]
+    weights: Publisher[Weights | PackedWeights]
     models: Sender[Weights]
     env_steps: Counter
+    keyframes: Publisher[PackedWeights] | None = None
+    """Where those go that deltas of weights are measured from; None where no such are published."""
 
 
 class Publishing:
@@ -33,6 +38,9 @@ class Publishing:
     def __init__(self, setup: LearnerSetup, update: Update, version: Callable[[], Version], shown: Shown) -> None:
         """Show the networks of `update`, which are at the version that is asked for each time."""
         self._setup, self._update, self._version, self._shown = setup, update, version, shown
+        form = setup.learner.weights
+        self._packer = None if isinstance(form, PlainWeights) else Packer(form, len(update.flat.parameters))
+        self._publications = self._bytes = 0
         self._evaluations_due = 0
         self._published: Version | None = None
         self._published_at, self._seconds = -math.inf, 0.0
@@ -46,11 +54,25 @@ class Publishing:
         if self._published == self._version():
             return False
         began = time.monotonic()
-        steps = self._shown.env_steps.total()
-        self._shown.weights.publish(snapshot(self._update.flat, self._version(), steps))
+        self._send(snapshot(self._update.flat, self._version(), self._shown.env_steps.total()))
         self._published, self._published_at = self._version(), time.monotonic()
         self._seconds = self._published_at - began
         return True
+
+    def _send(self, weights: Weights) -> None:
+        """Publish weights in the form that the run wants; a keyframe is there before what is measured from it."""
+        self._publications += 1
+        if self._packer is None:
+            self._shown.weights.publish(weights)
+            self._bytes += weights.flat.nbytes
+            return
+        keyframe, message = self._packer.pack(weights)
+        if keyframe is not None:
+            assert self._shown.keyframes is not None
+            self._shown.keyframes.publish(keyframe)
+            self._bytes += packed_bytes(keyframe)
+        self._shown.weights.publish(message)
+        self._bytes += packed_bytes(message)
 
     def too_soon(self) -> float:
         """Return for how many seconds one who is idle should not publish: all who read weights have work with them.
@@ -91,15 +113,22 @@ class Publishing:
         steps = self._shown.env_steps.total()
         return snapshot(flat or self._update.flat, self._version(), steps, self.reward_scale)
 
+    def metrics(self) -> Mapping[str, float]:
+        """Return the bytes of a publication on average, keyframes included."""
+        return {"weight_bytes": self._bytes / max(self._publications, 1)}
+
     def state_dict(self) -> State:
         """Return what was published and evaluated so far."""
         return {
             "evaluations_due": self._evaluations_due,
             "published": self._published,
             "reward_scale": self.reward_scale,
+            "packer": {} if self._packer is None else self._packer.state_dict(),
         }
 
     def load_state_dict(self, state: State) -> None:
         """Continue from `state_dict`."""
         self._evaluations_due, self._published = state["evaluations_due"], state["published"]
         self.reward_scale = state["reward_scale"]
+        if self._packer is not None:
+            self._packer.load_state_dict(state.get("packer", {}))

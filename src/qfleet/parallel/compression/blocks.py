@@ -35,21 +35,27 @@ class _BlockCodec(Codec):
 
 
 class Int8Codec(_BlockCodec):
-    """Each value as a multiple of its block's scale, rounded up or down at random so that its mean is right."""
+    """Each value as a multiple of its block's scale.
 
-    def __init__(self, size: int, device: torch.device, generator: torch.Generator) -> None:
+    With a generator it is rounded up or down at random so that its mean is right; without one, to the nearest.
+    """
+
+    def __init__(self, size: int, device: torch.device, generator: torch.Generator | None = None) -> None:
         super().__init__(size, device)
         self._generator = generator
-        self._random = torch.empty(self._blocks * BLOCK // 4, dtype=torch.int64, device=device)
+        if generator is not None:
+            self._random = torch.empty(self._blocks * BLOCK // 4, dtype=torch.int64, device=device)
 
     def encode(self, vector: Tensor) -> Payload:
         """Return scales [blocks] and multiples [P] of one byte."""
         values = self._copied(vector)
         scales = (values.abs().amax(1, keepdim=True) / _LEVELS).clamp_(min=_TINY)
-        # Four roundings share a random word: 16 bits are enough, and to draw them is a third of the work.
-        noise = self._random.random_(-(2**63), None, generator=self._generator).view(torch.int16)
-        levels = values.mul_(scales.reciprocal()).view(-1).add_(noise, alpha=2.0**-16).round_()
-        return [scales.view(-1), levels[: self._size].to(torch.int8)]
+        levels = values.mul_(scales.reciprocal()).view(-1)
+        if self._generator is not None:
+            # Four roundings share a random word: 16 bits are enough, and to draw them is a third of the work.
+            noise = self._random.random_(-(2**63), None, generator=self._generator).view(torch.int16)
+            levels.add_(noise, alpha=2.0**-16)
+        return [scales.view(-1), levels.round_()[: self._size].to(torch.int8)]
 
     def add(self, payload: Payload, out: Tensor, alpha: float = 1.0) -> None:
         """Add the multiples of the scales to a vector [P]."""
@@ -58,11 +64,12 @@ class Int8Codec(_BlockCodec):
 
     def state_dict(self) -> State:
         """Return where the random numbers are."""
-        return {"random": self._generator.get_state()}
+        return {} if self._generator is None else {"random": self._generator.get_state()}
 
     def load_state_dict(self, state: State) -> None:
         """Continue with the same random numbers."""
-        self._generator.set_state(state["random"])
+        if self._generator is not None:
+            self._generator.set_state(state["random"])
 
 
 class SignCodec(_BlockCodec):

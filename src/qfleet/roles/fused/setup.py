@@ -79,9 +79,10 @@ class FusedSetup:
 
 def without_effect(setup: FusedSetup) -> list[str]:
     """Return the settings that were changed and are for a pipeline alone."""
-    pipeline: dict[str, tuple[float, float]] = {
+    pipeline: dict[str, tuple[object, object]] = {
         "actor.unroll": (setup.actor.unroll, ActorConfig().unroll),
         "learner.publish_period": (setup.learner.publish_period, LearnerConfig().publish_period),
+        "learner.weights": (setup.learner.weights, LearnerConfig().weights),
     }
     if setup.group is None or setup.agent.kind == "replay":  # others keep states for a next life
         pipeline["learner.snapshot_s"] = (setup.learner.snapshot_s, LearnerConfig().snapshot_s)

@@ -300,7 +300,8 @@ class Experiment(Config):
             f"of learners {several} needs placement 'processes', not '{self.placement}'": self.placement != placement,
             f"has one loop for each learner that also acts: actors {self.actors} is for a pipeline": self.actors > 1,
             "has no parameter servers": self.serving is not None,
-            "has whole networks: parallel.tensor and parallel.pipeline are for a pipeline": self.parallel.split > 1,
+            "has whole networks: parallel.tensor, parallel.pipeline and parallel.update.kind 'sharded' are for others":
+                self.parallel.in_pieces,
             f"has equal shares: actor.envs {envs} is not a multiple of learners {several}": envs % several != 0,
             f"has equal shares: learner.batch_size {batch} is not a multiple of learners {several}":
                 batch % several != 0 and self.agent.kind == "replay",

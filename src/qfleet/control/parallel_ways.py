@@ -77,6 +77,8 @@ def ways(work: Work, site: Site, compressions: Sequence[Compression] = ()) -> It
         for micro in (1,) if pipeline == 1 else (pipeline, 4 * pipeline):
             yield Way(data, tensor, pipeline, micro)
         if data > 1 and tensor * pipeline == 1:
+            if work.layers:
+                yield Way(data, mode="sharded")
             yield from _looser(data, compressions)
 
 

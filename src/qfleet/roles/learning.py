@@ -91,8 +91,9 @@ def _split(setup: LearnerSetup, role: str, network: QNetwork, mesh: Mesh, notice
     generator = seeding.torch_stream(setup.seed, role, purpose="update", device=mesh.device)
     staging = Staging(setup.parallel.micro_batches, setup.parallel.schedule)
     parts = (setup.agent, network, setup.optim, generator, mesh, staging, setup.total_updates)
-    notices["accel"] = f"{mesh.device.type}: eager, {mesh.degrees}"
-    return Learning(SplitUpdate(*parts), None, generator, notices)
+    sharded = setup.parallel.sharded
+    notices["accel"] = f"{mesh.device.type}: eager, {mesh.degrees}{', sharded' if sharded else ''}"
+    return Learning(SplitUpdate(*parts, sharded=sharded), None, generator, notices)
 
 
 def works_ahead(setup: LearnerSetup) -> bool:

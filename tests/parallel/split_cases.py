@@ -69,6 +69,21 @@ class Own(nn.Module):
         )
 
 
+class Views(nn.Module):
+    """A user's network that writes to what its parts take and return, a view among them."""
+
+    def __init__(self, spec: EnvSpec) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 4, 5, stride=5), nn.Flatten())
+        self.rest = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(64, 10))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.rest(self.first(image).mul_(2))  # type: ignore[no-any-return]
+
+    def split_points(self) -> SplitPoints:
+        return SplitPoints(parts=("first", "rest"))
+
+
 class Anonymous(nn.Module):
     """A user's network that names nothing."""
 
@@ -91,6 +106,9 @@ CASES: dict[str, tuple[Any, ReplayAgent, EnvSpec, Any]] = {
     "mlp": (MLP, DOUBLE, VECTOR, ADAM),
     "soft": (MLP, PLAIN_AGENT, VECTOR, SgdConfig(lr=0.1, momentum=0.9, max_grad_norm=None, l1=1e-4)),
     "own": (CustomConfig(dense=16), DOUBLE, SMALL, RmspropConfig(lr=1e-3, eps=1e-3)),
+    "views": (CustomConfig(dense=16), DOUBLE, SMALL, ADAM),
+    "anonymous": (CustomConfig(dense=16), DOUBLE, VECTOR, ADAM),
+    "linear": (MlpConfig(hidden=()), PLAIN_AGENT, VECTOR, ADAM),
     "norm": (MlpConfig(hidden=(16, 8, 8), layer_norm=True), DOUBLE, VECTOR, ADAM),
     "categorical": (MLP, DOUBLE.model_copy(update={"head": CategoricalConfig(atoms=7)}), VECTOR, ADAM),
     "quantile": (MLP, PLAIN_AGENT.model_copy(update={"head": QuantileConfig(quantiles=5)}), VECTOR, ADAM),
@@ -99,11 +117,12 @@ CASES: dict[str, tuple[Any, ReplayAgent, EnvSpec, Any]] = {
     "noisy": (MLP, DOUBLE.model_copy(update={"noisy": True}), VECTOR, ADAM),
     "statistics": (MLP.model_copy(update={"input": InputConfig(normalize=True)}), DOUBLE, VECTOR, ADAM),
 }
+CUSTOM = {"own": Own, "views": Views, "anonymous": Anonymous}
 
 
 def network_of(case: str) -> QNetwork:
     config, agent, spec, _ = CASES[case]
-    return build_network(config, agent, spec, seed=3, custom=Own if case == "own" else None)
+    return build_network(config, agent, spec, seed=3, custom=CUSTOM.get(case))
 
 
 def batch_of(case: str, seed: int) -> Batch:

@@ -21,6 +21,7 @@ from qfleet.parallel.whole import part_of
 
 TWO, THREE, BOTH = Degrees(data=2), Degrees(data=3), Degrees(data=2, tensor=2)
 NETWORKS = ("nature", "impala", "mlp", "own")
+OTHERS = ("categorical", "quantile", "munchausen", "noisy", "views", "anonymous", "linear")
 
 
 def job(degrees: Degrees, what: str, case: str) -> Job:
@@ -29,7 +30,7 @@ def job(degrees: Degrees, what: str, case: str) -> Job:
 
 TWO_RANKS = (
     *(job(TWO, what, case) for what in ("double", "updates") for case in (*NETWORKS, "soft", "norm")),
-    *(job(TWO, "updates", case) for case in ("categorical", "quantile", "munchausen", "noisy")),
+    *(job(TWO, "updates", case) for case in OTHERS),
     job(TWO, "skip", "mlp"),
     job(TWO, "memory", "nature"),
     job(TWO, "chain", "mlp"),

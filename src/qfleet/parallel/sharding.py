@@ -22,6 +22,9 @@ def shard_network(network: QNetwork, mesh: Mesh) -> dict[str, torch.Size]:
     """
     rooms = {name: _room(parameter, mesh.degrees.data) for name, parameter in network.named_parameters()}
     layers = [layer for _, layer in layers_of(network) if any(weight.ndim > 1 for weight in layer.parameters())]
+    for layer in network.modules():
+        if hasattr(layer, "inplace"):  # torch marks what enters and leaves a layer, and nobody may write to that
+            layer.inplace = cast(Any, False)
     # Torso and head are called on their own, so there are two roots; they also have what belongs to no large layer.
     for unit in (*layers, network.torso, network.head):
         unit.register_forward_hook(_unviewed)
@@ -39,9 +42,11 @@ def _room(parameter: nn.Parameter, ranks: int) -> torch.Size:
     return torch.Size((-(-local.shape[0] // ranks), *local.shape[1:]))
 
 
-def _unviewed(_unit: nn.Module, _inputs: object, output: Tensor) -> Tensor:
-    """Return a layer's output as memory of its own: torch's mark for the way back would be lost with a view's content."""
-    return output.clone() if output.requires_grad and output._is_view() else output
+def _unviewed(_unit: nn.Module, _inputs: object, output: object) -> object:
+    """Return what a layer gives as memory of its own: where a view is written to, torch loses its mark for the way
+    back."""
+    view = isinstance(output, Tensor) and output.requires_grad and output._is_view()
+    return cast(Tensor, output).clone() if view else output
 
 
 def _forget(unit: nn.Module, *_: object) -> None:

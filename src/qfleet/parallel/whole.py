@@ -61,7 +61,7 @@ class Whole:
             if entry.here < local.numel() and (not entry.common or self._mesh.place.tensor == 0):
                 _there(entry, whole).copy_(_here(entry, local))
         # Summed as integers, the bits of what only one rank has stay as they are.
-        for piece in whole.view(torch.int32).split(_PIECE):
+        for piece in torch.split(whole.view(torch.int32), _PIECE):
             piece.copy_(self._mesh.sum_(piece.to(local.device), *self._sharers))
         return whole
 

@@ -113,11 +113,11 @@ class TestChoice:
 
     def test_shards_are_for_what_fits_no_other_way(self) -> None:
         """Layers that tensor ranks cannot share, and a pipeline whose one large layer fits no stage."""
-        large = layer("large", 0.5 * MS, units=0, parameters=8000)
+        large = layer("large", 2.2 * MS, units=0, parameters=8000)
         odd = work((*(layer(f"layer-{i}", 0.1 * MS, units=0) for i in range(3)), large))
         whole = predict(odd, site(), Way()).memory
-        roomy, tight = (weigh(odd, site(memory=memory)).best.way for memory in (whole, int(0.7 * whole)))
-        assert roomy.mode == "all_reduce"
+        roomy, tight = (weigh(odd, site(memory=memory)).best.way for memory in (whole, int(0.6 * whole)))
+        assert roomy == Way(4)
         assert tight == Way(4, mode="sharded")
 
     def test_some_ways_only(self) -> None:

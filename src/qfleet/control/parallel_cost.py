@@ -89,12 +89,13 @@ def _served(work: Work, site: Site, way: Way, worked: tuple[float, float, int]) 
 def _sharded(work: Work, site: Site, way: Way, rows: int) -> Cost:
     """Return what an update costs when each rank keeps its part of every layer: all passes gather them, one by one.
 
-    Handling a layer is taken to cost as much as where tensor ranks share it.
+    It is computed layer by layer, which is never faster than as the run would otherwise; handling a layer is taken to
+    cost as much as where tensor ranks share it.
     """
     passes, sizes = 2 + work.passes, [VALUE * layer.parameters for layer in work.layers]
+    computed = max(_stage_seconds(work, work.layers, 1, rows) + at(work.rest, rows), at(work.update, rows) - work.step)
     handled = passes * len(sizes) * site.handling.layer
-    computed = _stage_seconds(work, work.layers, 1, rows) + at(work.rest, rows) + work.step / way.data
-    own = site.slow(way.ranks) * (computed + handled)
+    own = site.slow(way.ranks) * (computed + work.step / way.data + handled)
     reduce, gather = site.link("reduce", way.ranks), site.link("gather", way.ranks)
     gathered = passes * sum(gather_seconds(gather, way.data, size / way.data) for size in sizes)
     # A rank gets its part of the sum only: half of a ring.

@@ -129,7 +129,14 @@ def _seconds(candidate: Candidate) -> float:
 def _modesty(candidate: Candidate) -> tuple[float, ...]:
     """Return what orders ways of about the same speed: fewer processes first, then the plainest."""
     way = candidate.way
-    return (way.ranks + way.servers, way.servers, way.tensor * way.pipeline, way.micro, _seconds(candidate))
+    return (
+        way.ranks + way.servers,
+        way.servers,
+        way.tensor * way.pipeline,
+        way.micro,
+        way.mode == "sharded",
+        _seconds(candidate),
+    )
 
 
 def _why(best: Candidate, exact: Sequence[Candidate], possible: Sequence[Candidate]) -> str:

@@ -11,11 +11,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "algo"))
@@ -323,18 +325,26 @@ def run_memory(case: str, mesh: Mesh, staging: Staging | None, sharded: bool) ->
     """Return what a rank keeps between updates, in parts of what it takes to keep the network's parameters once.
 
     `share` are parameters and gradients of both networks and the optimiser's averages; `beside` is everything else,
-    less the whole networks for publishing, each with its gradients.
+    less the whole networks for publishing, each with its gradients. `gathered` is what an update collects.
     """
     before = live_bytes()
     update = split(case, mesh, staging, sharded)
-    for seed in range(3):
+    for seed in range(2):
         update(own_rows(batch_of(case, seed), mesh))
+    with mock.patch.object(
+        _fsdp_param_group, "foreach_all_gather", wraps=_fsdp_param_group.foreach_all_gather
+    ) as calls:
+        update(own_rows(batch_of(case, 2), mesh))
+    layers = [parameter.sharded_param for call in calls.call_args_list for parameter in call.args[0]]
+    gathered = sum(parameter.numel() for parameter in layers) / update.flat.parameters.numel()
+    del layers, calls
     moments = [value for value in update._step.optim._torch.state_dict()["state"][0].values() if value.ndim]
     share = [update._step.flat.parameters, update._step.flat.gradients, update._target_local.parameters]
     share += [update._target_local.gradients, *moments]
     once = update.flat.parameters.nbytes
     own = sum(tensor.nbytes for tensor in share)
-    return {"share": own / once, "beside": (live_bytes() - before - own) / once - 4, "notes": float(notes(update))}
+    beside = (live_bytes() - before - own) / once - 4
+    return {"share": own / once, "beside": beside, "gathered": gathered, "notes": float(notes(update))}
 
 
 def live_bytes() -> int:

@@ -46,6 +46,8 @@ def check(job: Job, results: Results) -> None:
                 # Parameters and gradients of both networks, and Adam's two averages; rows do not divide evenly.
                 assert 6 <= job.degrees.data * found["share"] < 6.3, found
                 assert abs(found["beside"]) < 0.05, found
+                # Online and target network for the next states, online network forth and back; padding is not sent.
+                assert 3.99 < found["gathered"] <= 4, found
                 assert found["notes"] == 0
             case "desert":
                 assert found["seconds"] < 2, "a rank that left is seen at once"

@@ -303,7 +303,8 @@ class Experiment(Config):
             f"of learners {several} needs placement 'processes' or 'inline', not 'ray'": self.placement == "ray",
             f"has one loop for each learner that also acts: actors {self.actors} is for a pipeline": self.actors > 1,
             "has no parameter servers": self.serving is not None,
-            "has whole networks: parallel.tensor and parallel.pipeline are for a pipeline": self.parallel.split > 1,
+            "has whole networks: parallel.tensor, parallel.pipeline and parallel.update.kind 'sharded' are for others":
+                self.parallel.in_pieces,
             "keeps all of its loops: parallel.after_death 'fewer' is for a pipeline":
                 self.parallel.after_death == "fewer",
             f"has equal shares: actor.envs {envs} is not a multiple of learners {several}": envs % several != 0,

@@ -171,8 +171,8 @@ def _extras(agent: ReplayAgent) -> dict[str, LeafSpec]:
 def learner_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, group: GroupConfig | None) -> LearnerSetup:
     """Return what a learner rank is built from."""
     parallel, whole = experiment.parallel, None
-    if experiment.split < parallel.split:
-        parallel, whole = parallel.replace(tensor=1, pipeline=1), parallel
+    if experiment.placement == "inline" and parallel.in_pieces:
+        parallel, whole = parallel.assembled, parallel
     return LearnerSetup(
         learner=experiment.learner,
         network=experiment.network,

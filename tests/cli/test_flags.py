@@ -43,7 +43,7 @@ KINDS: list[dict[str, str]] = [
     {"agent.munchausen": "on", "agent.double": "False"},
     *(
         {"parallel.update.kind": kind, "learners": "2", "placement": "processes"}
-        for kind in ("allreduce", "server", "local")
+        for kind in ("allreduce", "sharded", "server", "local")
     ),
     *(
         {"parallel.compression.kind": kind, "learners": "2", "placement": "processes"}

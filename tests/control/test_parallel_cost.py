@@ -189,6 +189,18 @@ class TestSplits:
         assert halves == whole / 2
         assert stages == whole / 2
 
+    def test_shards_need_their_part_and_one_layer_with_its_gradient(self) -> None:
+        assert predict(work(), site(), Way(2, mode="sharded")).memory == 4 * (5 * 4000 / 2 + 2 * 1000 + 16 * 200)
+
+    def test_shards_are_gathered_in_every_pass_and_summed_once(self) -> None:
+        """Three gathers, one more for double, and half of a ring, against a whole ring."""
+        link = Link(1e9, 0.0)
+        plain = predict(work(), site(link, cores=4), Way(2)).communication
+        sharded, double = (
+            predict(work(passes=passes), site(link, cores=4), Way(2, mode="sharded")).communication for passes in (1, 2)
+        )
+        assert (sharded, double) == close((2 * plain, 2.5 * plain))
+
     @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=7), st.data())
     @settings(max_examples=60, deadline=None)
     def test_stages_are_cut_where_the_slowest_takes_least(self, seconds: list[float], data: st.DataObject) -> None:
@@ -210,7 +222,11 @@ def ring(values: int) -> float:
     return ring_seconds(Link(1e9, 0.0), 2, 4 * values)
 
 
-@given(st.floats(0, 0.01), st.floats(1e5, 1e10), st.sampled_from([Way(2), Way(4), Way(tensor=2), Way(2, pipeline=2)]))
+@given(
+    st.floats(0, 0.01),
+    st.floats(1e5, 1e10),
+    st.sampled_from([Way(2), Way(4), Way(2, mode="sharded"), Way(tensor=2), Way(2, pipeline=2)]),
+)
 @settings(max_examples=60, deadline=None)
 def test_a_slower_link_never_helps(latency: float, bandwidth: float, way: Way) -> None:
     fast, slow = site(Link(bandwidth, latency)), site(Link(bandwidth / 2, 2 * latency + 1e-6))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from parallel_cases import LINK, MS, layer, site, work
 from plan_cases import experiment
 
+from qfleet.control.parallel_cost import predict
 from qfleet.control.parallel_parts import Compression, Link, Way, Work
 from qfleet.control.parallel_table import candidates_table
 from qfleet.control.parallel_ways import ALIKE, Choice, considered, ways, weigh
@@ -110,6 +111,15 @@ class TestChoice:
         assert choice.best.cost is not None
         assert choice.best.cost.seconds <= min(exact) / (1 - ALIKE) * (1 + 1e-9)
 
+    def test_shards_are_for_what_fits_no_other_way(self) -> None:
+        """Layers that tensor ranks cannot share, and a pipeline whose one large layer fits no stage."""
+        large = layer("large", 2.2 * MS, units=0, parameters=8000)
+        odd = work((*(layer(f"layer-{i}", 0.1 * MS, units=0) for i in range(3)), large))
+        whole = predict(odd, site(), Way()).memory
+        roomy, tight = (weigh(odd, site(memory=memory)).best.way for memory in (whole, int(0.6 * whole)))
+        assert roomy == Way(4)
+        assert tight == Way(4, mode="sharded")
+
     def test_some_ways_only(self) -> None:
         assert weigh(work(), site(), among=[Way(), Way(2)]).best.way == Way(2)
 
@@ -145,7 +155,7 @@ def test_every_way_is_a_valid_experiment(way: Way) -> None:
     placed = experiment(**{"actors": 4, "learner.batch_size": 32})
     made = with_changes(placed, way.settings)
     assert (made.learners, made.parallel.tensor, made.parallel.pipeline) == (way.data, way.tensor, way.pipeline)
-    kind = {"all_reduce": "allreduce", "local": "local"}.get(way.mode, "server")
+    kind = {"all_reduce": "allreduce", "sharded": "sharded", "local": "local"}.get(way.mode, "server")
     assert made.parallel.update.kind == kind
 
 
@@ -157,6 +167,7 @@ def test_every_way_is_a_valid_experiment(way: Way) -> None:
         (Way(pipeline=2, micro=4), "pipeline 2, 4 micro-batches"),
         (Way(3, mode="server_stale", servers=2, slack=2), "data 3, 2 servers stale 2"),
         (Way(2, mode="server_async", servers=1), "data 2, 1 server async"),
+        (Way(2, mode="sharded"), "data 2, sharded"),
         (Way(2, mode="local", period=16), "data 2, averaged every 16"),
         (Way(2, compression=CODED), "data 2, top-k"),
     ],

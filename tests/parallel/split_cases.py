@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import os
 import sys
@@ -10,10 +11,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "algo"))
@@ -35,6 +39,7 @@ from qfleet.parallel.pipeline import Pipeline
 from qfleet.parallel.points import SplitPoints
 from qfleet.parallel.split_update import SplitUpdate, Staging
 from qfleet.parallel.splitting import split_network
+from qfleet.parallel.whole import part_of
 
 SMALL = EnvSpec(name="small", observations={PLAIN: LeafSpec(shape=(3, 20, 20), dtype="uint8", stack=3)}, actions=4)
 CAMERAS = EnvSpec(
@@ -66,6 +71,21 @@ class Own(nn.Module):
         )
 
 
+class Views(nn.Module):
+    """A user's network that writes to what its parts take and return, a view among them."""
+
+    def __init__(self, spec: EnvSpec) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 4, 5, stride=5), nn.Flatten())
+        self.rest = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(64, 10))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.rest(self.first(image).mul_(2))  # type: ignore[no-any-return]
+
+    def split_points(self) -> SplitPoints:
+        return SplitPoints(parts=("first", "rest"))
+
+
 class Anonymous(nn.Module):
     """A user's network that names nothing."""
 
@@ -88,6 +108,9 @@ CASES: dict[str, tuple[Any, ReplayAgent, EnvSpec, Any]] = {
     "mlp": (MLP, DOUBLE, VECTOR, ADAM),
     "soft": (MLP, PLAIN_AGENT, VECTOR, SgdConfig(lr=0.1, momentum=0.9, max_grad_norm=None, l1=1e-4)),
     "own": (CustomConfig(dense=16), DOUBLE, SMALL, RmspropConfig(lr=1e-3, eps=1e-3)),
+    "views": (CustomConfig(dense=16), DOUBLE, SMALL, ADAM),
+    "anonymous": (CustomConfig(dense=16), DOUBLE, VECTOR, ADAM),
+    "linear": (MlpConfig(hidden=()), PLAIN_AGENT, VECTOR, ADAM),
     "norm": (MlpConfig(hidden=(16, 8, 8), layer_norm=True), DOUBLE, VECTOR, ADAM),
     "categorical": (MLP, DOUBLE.model_copy(update={"head": CategoricalConfig(atoms=7)}), VECTOR, ADAM),
     "quantile": (MLP, PLAIN_AGENT.model_copy(update={"head": QuantileConfig(quantiles=5)}), VECTOR, ADAM),
@@ -96,11 +119,12 @@ CASES: dict[str, tuple[Any, ReplayAgent, EnvSpec, Any]] = {
     "noisy": (MLP, DOUBLE.model_copy(update={"noisy": True}), VECTOR, ADAM),
     "statistics": (MLP.model_copy(update={"input": InputConfig(normalize=True)}), DOUBLE, VECTOR, ADAM),
 }
+CUSTOM = {"own": Own, "views": Views, "anonymous": Anonymous}
 
 
 def network_of(case: str) -> QNetwork:
     config, agent, spec, _ = CASES[case]
-    return build_network(config, agent, spec, seed=3, custom=Own if case == "own" else None)
+    return build_network(config, agent, spec, seed=3, custom=CUSTOM.get(case))
 
 
 def batch_of(case: str, seed: int) -> Batch:
@@ -115,9 +139,10 @@ def unsplit(case: str) -> ReplayUpdate:
     return ReplayUpdate(agent, online, step, torch.Generator().manual_seed(5), EagerGradient)
 
 
-def split(case: str, mesh: Mesh, staging: Staging | None = None) -> SplitUpdate:
+def split(case: str, mesh: Mesh, staging: Staging | None = None, sharded: bool = False) -> SplitUpdate:
     _, agent, _, optim = CASES[case]
-    return SplitUpdate(agent, network_of(case), optim, torch.Generator().manual_seed(5), mesh, staging, 100)
+    parts = (agent, network_of(case), optim, torch.Generator().manual_seed(5), mesh, staging, 100)
+    return SplitUpdate(*parts, sharded=sharded)
 
 
 def own_rows(batch: Batch, mesh: Mesh) -> Batch:
@@ -143,9 +168,9 @@ def first_of(update: SplitUpdate, mesh: Mesh) -> Tensor:
     return update._whole.scatter(whole, torch.zeros_like(local))
 
 
-def run_updates(case: str, mesh: Mesh, staging: Staging | None, steps: int = 5) -> dict[str, float]:
+def run_updates(case: str, mesh: Mesh, staging: Staging | None, sharded: bool, steps: int = 5) -> dict[str, float]:
     """Return how far a split update is from an unsplit one: the worst of several steps."""
-    expected, found = unsplit(case), split(case, mesh, staging)
+    expected, found = unsplit(case), split(case, mesh, staging, sharded)
     worst = dict.fromkeys(("gradient", "weights", "target", "priority", "loss", "norm", "drift"), 0.0)
     for seed in range(steps):
         batch = batch_of(case, seed)
@@ -179,20 +204,25 @@ class InDouble(nn.Module):
         return {name: leaf.double() for name, leaf in self.inputs(observation).items()}
 
 
-def run_double(case: str, mesh: Mesh, staging: Staging | None) -> dict[str, float]:
-    """Return how far outputs and gradients are from those of the unsplit network, in double precision."""
+def run_double(case: str, mesh: Mesh, staging: Staging | None, sharded: bool) -> dict[str, float]:
+    """Return how far outputs and gradients are from those of the unsplit network, in double precision.
+
+    Replicas have rows of their own, and are compared where they are sharded: only then do gradients come summed.
+    """
     whole = network_of(case).double()
     torso: Any = whole.torso
     torso.inputs = InDouble(torso.inputs)
     observation = {
         name: torch.from_numpy(leaf) for name, leaf in leaves(CASES[case][2], np.random.default_rng(1), BATCH).items()
     }
-    part = split_network(copy.deepcopy(whole), mesh)
+    part = split_network(copy.deepcopy(whole), mesh, sharded=sharded)
     expected = whole.head(whole.torso(observation))
     factors = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     (expected * factors).sum().backward()  # type: ignore[no-untyped-call]
     if part.stage is None:
-        output = part.network.head(part.network.torso(observation))
+        own = slice(mesh.place.data, None, mesh.degrees.data)
+        expected, factors = expected[own], factors[own]
+        output = part.network.head(part.network.torso({name: leaf[own] for name, leaf in observation.items()}))
         (output * factors).sum().backward()
         modules: list[nn.Module] = [part.network]
     else:
@@ -209,18 +239,17 @@ def run_double(case: str, mesh: Mesh, staging: Staging | None) -> dict[str, floa
         wanted, found = gradients[name], parameter.grad
         assert wanted is not None, name
         assert found is not None, name
-        if name in part.split:
-            wanted = wanted.tensor_split(mesh.degrees.tensor, part.split[name])[mesh.place.tensor]
+        wanted = wanted[part_of(tuple(wanted.shape), part.split.get(name), mesh.degrees, mesh.place)]
         local = found.to_local() if isinstance(found, DTensor) else found
         assert local.shape == wanted.shape, name
-        worst = max(worst, float((local - wanted).abs().max()))
+        worst = max([worst, *(local - wanted).abs().flatten().tolist()])
     forward = 0.0 if output is None else float((output.detach() - expected.detach()).abs().max())
     return {"forward": forward, "backward": worst}
 
 
-def run_skip(case: str, mesh: Mesh, staging: Staging | None) -> dict[str, float]:
+def run_skip(case: str, mesh: Mesh, staging: Staging | None, sharded: bool) -> dict[str, float]:
     """Return what an update with one infinite reward, in one replica, does on this rank: it must do nothing."""
-    update = split(case, mesh, staging)
+    update = split(case, mesh, staging, sharded)
     update(own_rows(batch_of(case, 0), mesh))
     before = update.state_dict()
     batch = batch_of(case, 1)
@@ -236,11 +265,11 @@ def run_skip(case: str, mesh: Mesh, staging: Staging | None) -> dict[str, float]
     return {"skipped": float(result.skipped), "made": float(result.updates), "same": float(same)}
 
 
-def run_chain(case: str, mesh: Mesh, staging: Staging | None) -> dict[str, float]:
+def run_chain(case: str, mesh: Mesh, staging: Staging | None, sharded: bool) -> dict[str, float]:
     """Go on from the state that the last mesh left in the folder, two updates, and leave the new one there."""
     folder = Path(os.environ[FOLDER])
     state, count = load_state(folder)
-    update = split(case, mesh, staging)
+    update = split(case, mesh, staging, sharded)
     update.load_state_dict(state)
     torch.distributed.barrier()  # nobody writes before all have read
     for seed in range(count, count + 2):
@@ -277,9 +306,9 @@ def load_state(folder: Path) -> tuple[dict[str, Any], int]:
     return kept["state"], kept["count"]
 
 
-def run_desert(case: str, mesh: Mesh, staging: Staging | None) -> dict[str, float]:
+def run_desert(case: str, mesh: Mesh, staging: Staging | None, sharded: bool) -> dict[str, float]:
     """Return how long the first rank waits for one that has left before it is told."""
-    update = split(case, mesh, staging)
+    update = split(case, mesh, staging, sharded)
     update(batch_of(case, 0))
     if mesh.place != Degrees(0, 0, 0):
         mesh.close()
@@ -290,3 +319,45 @@ def run_desert(case: str, mesh: Mesh, staging: Staging | None) -> dict[str, floa
     except ConnectionError as error:
         told = "rank 0 of 2: an update failed, another rank may be gone" in str(error)
     return {"seconds": time.monotonic() - began if told else math.inf}
+
+
+def run_memory(case: str, mesh: Mesh, staging: Staging | None, sharded: bool) -> dict[str, float]:
+    """Return what a rank keeps between updates, in parts of what it takes to keep the network's parameters once.
+
+    `share` are parameters and gradients of both networks and the optimiser's averages; `beside` is everything else,
+    less the whole networks for publishing, each with its gradients. `gathered` is what an update collects.
+    """
+    before = live_bytes()
+    update = split(case, mesh, staging, sharded)
+    for seed in range(2):
+        update(own_rows(batch_of(case, seed), mesh))
+    with mock.patch.object(
+        _fsdp_param_group, "foreach_all_gather", wraps=_fsdp_param_group.foreach_all_gather
+    ) as calls:
+        update(own_rows(batch_of(case, 2), mesh))
+    layers = [parameter.sharded_param for call in calls.call_args_list for parameter in call.args[0]]
+    gathered = sum(parameter.numel() for parameter in layers) / update.flat.parameters.numel()
+    del layers, calls
+    moments = [value for value in update._step.optim._torch.state_dict()["state"][0].values() if value.ndim]
+    share = [update._step.flat.parameters, update._step.flat.gradients, update._target_local.parameters]
+    share += [update._target_local.gradients, *moments]
+    once = update.flat.parameters.nbytes
+    own = sum(tensor.nbytes for tensor in share)
+    beside = (live_bytes() - before - own) / once - 4
+    return {"share": own / once, "beside": beside, "gathered": gathered, "notes": float(notes(update))}
+
+
+def live_bytes() -> int:
+    """Return the bytes of all float32 memory that tensors of this process have."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor) and not isinstance(one, DTensor)]
+    storages = [one.untyped_storage() for one in tensors if one.dtype == torch.float32]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def notes(update: SplitUpdate) -> int:
+    """Return how many notes torch keeps of passes that have no way back any more."""
+    units = [unit for part in (update._part, update._target_part) for unit in part.network.modules()]
+    groups = [fully_shard.state(unit)._fsdp_param_group for unit in units if isinstance(unit, FSDPModule)]  # type: ignore[attr-defined]
+    kept = [[group._post_forward_indices, group.comm_ctx.post_forward_order] for group in groups if group is not None]
+    return sum(len(one) for both in kept for one in both)

@@ -17,15 +17,17 @@ from qfleet.parallel.split_update import Staging
 
 @dataclass(frozen=True)
 class Job:
-    """One comparison: what is called with case, mesh and staging."""
+    """One comparison: what is called with case, mesh, staging and whether data ranks have shares."""
 
     degrees: Degrees
     what: str
     case: str
     staging: Staging | None = None
+    sharded: bool = False
 
     def __str__(self) -> str:
         how = f", {self.staging.schedule} {self.staging.micro_batches}" if self.staging else ""
+        how += ", sharded" if self.sharded else ""
         return f"{self.what} {self.case} on {self.degrees}{how}"
 
 
@@ -59,7 +61,7 @@ class Comparing(Role):
                 if mesh is not None:
                     mesh.close()
                 mesh = Mesh(job.degrees, s.rank, s.size, f"file://{s.folder}/meet-{s.size}-{number}", "cpu", 60.0)
-            found[str(job)] = getattr(split_cases, f"run_{job.what}")(job.case, mesh, job.staging)
+            found[str(job)] = getattr(split_cases, f"run_{job.what}")(job.case, mesh, job.staging, job.sharded)
         if mesh is not None:
             mesh.close()
         self.handles.results.send(found)

@@ -126,12 +126,13 @@ def test_state_of_another_network_is_refused(alone: Mesh) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_one_rank_on_a_gpu_learns_as_on_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_one_rank_on_a_gpu_learns_as_on_a_cpu(sharded: bool, tmp_path: Path) -> None:
     expected = unsplit("nature")
     mesh = Mesh(Degrees(), 0, 1, f"file://{tmp_path}/meet", "cuda", 30.0)
     try:
         _, agent, _, optim = CASES["nature"]
-        update = SplitUpdate(agent, network_of("nature"), optim, torch.Generator("cuda"), mesh)
+        update = SplitUpdate(agent, network_of("nature"), optim, torch.Generator("cuda"), mesh, sharded=sharded)
         for seed in range(2):
             update(batch_of("nature", seed))
             expected(batch_of("nature", seed))

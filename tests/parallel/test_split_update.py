@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from split_cases import batch_of, load_state, save_state, state_distances, unsplit
-from split_role import Comparing, Handles, Job, Settings
+from split_role import Job
+from split_runs import Results, check, compare
 
 from qfleet.parallel.mesh import Degrees
 from qfleet.parallel.split_update import Staging
-from qfleet.runtime.graph import Graph
-from qfleet.runtime.processes import ProcessPlacement
 
 DATA, PIPELINE, TENSOR = Degrees(data=2), Degrees(pipeline=2), Degrees(tensor=2)
 BOTH, REPLICAS = Degrees(pipeline=2, tensor=2), Degrees(data=2, tensor=2)
@@ -58,27 +54,6 @@ LONG = tuple(
     for case in (*NETWORKS, "soft", "norm", "noisy")
     if (degrees, what) != (STAGED_REPLICAS, "double")
 )
-Results = dict[str, list[dict[str, float]]]
-
-
-def compare(size: int, jobs: Sequence[Job], folder: Path) -> Results:
-    """Return what each rank found in each job."""
-    graph = Graph()
-    inlets: list[Any] = []
-    for rank in range(size):
-        outlet, inlet = graph.stream(f"results-{rank}", 1)
-        inlets.append(inlet)
-        graph.add(Comparing, Settings(rank, size, str(folder), tuple(jobs)), Handles(outlet))
-    placement = ProcessPlacement(graph)
-    try:
-        until = time.monotonic() + 300
-        while not placement.done:
-            assert time.monotonic() < until, placement.reports()
-            placement.advance()
-        found = [placement.open(inlet).receive() for inlet in inlets]
-    finally:
-        placement.close()
-    return {str(job): [ranks[str(job)] for ranks in found] for job in jobs}
 
 
 @pytest.fixture(scope="module")
@@ -98,19 +73,6 @@ def two_ranks(folder: Path) -> Results:
 @pytest.fixture(scope="module")
 def four_ranks(two_ranks: Results, folder: Path) -> Results:
     return compare(4, FOUR_RANKS, folder)
-
-
-def check(job: Job, results: Results) -> None:
-    for found in results[str(job)]:
-        match job.what:
-            case "double":
-                assert max(found.values()) < 1e-12, found
-            case "skip":
-                assert found == {"skipped": 1.0, "made": 0.0, "same": 1.0}
-            case "desert":
-                assert found["seconds"] < 2, "a rank that left is seen at once"
-            case _:
-                assert max(found.values()) < 1e-5, found
 
 
 @pytest.mark.xdist_group("split")

@@ -55,6 +55,7 @@ class RankKiller:
         (0, {}),
         (2, {"parallel.compression": {"kind": "int8"}}),
         pytest.param(2, {}, marks=pytest.mark.slow),
+        pytest.param(1, {"parallel.update": {"kind": "sharded"}}, marks=pytest.mark.slow),
         pytest.param(1, {"learners": 1, "parallel.tensor": 2}, marks=pytest.mark.slow),
         pytest.param(0, {"learners": 1, "parallel.pipeline": 2, "network.hidden": [16, 16]}, marks=pytest.mark.slow),
     ],

@@ -24,10 +24,12 @@ PLANS: dict[str, Any] = {
     "data 2": {"learners": 2},
     "tensor 2": {"parallel.tensor": 2},
     "pipeline 2": {"parallel.pipeline": 2, "parallel.schedule": "gpipe"},
+    "sharded": {"learners": 2, "parallel.update": {"kind": "sharded"}},
     "local": {"learners": 2, "parallel.update": {"kind": "local", "period": 4}},
     "topk": {"learners": 2, "parallel.compression": {"kind": "topk"}},
     "2 x 2": {"parallel.pipeline": 2, "parallel.tensor": 2},
     "data 2 x tensor 2": {"learners": 2, "parallel.tensor": 2},
+    "sharded x tensor 2": {"learners": 2, "parallel.tensor": 2, "parallel.update": {"kind": "sharded"}},
     "data 2 x pipeline 2": {"learners": 2, "parallel.pipeline": 2},
     "tensor 2, 2 shards": {"parallel.tensor": 2, "actors": 2, "replay.shards": 2},
     "data 3, 2 shards": {"learners": 3, "actors": 2, "replay.shards": 2},
@@ -36,7 +38,7 @@ PLANS: dict[str, Any] = {
         for kind in ("fp16", "bf16", "int8", "sign", "powersgd")
     },
 }
-ORDINARY = ("data 2", "tensor 2", "pipeline 2", "local", "topk")
+ORDINARY = ("data 2", "tensor 2", "pipeline 2", "sharded", "local", "topk")
 
 
 def last_record(run: api.Run) -> dict[str, Any]:
@@ -53,6 +55,7 @@ def test_every_plan_finishes_with_its_updates_and_resumes(plan, tmp_path):
     assert abs(further.summary["updates"] - (further.summary["env_steps"] - 200) / 4) <= 3
     assert last_record(further)["skipped_updates"] == 0
     assert not list(run.dir.glob(".rendezvous*")), "what ranks met by is gone"
+    assert api.load(run.dir).act([[0.0, 0.0, 0.0, 0.0]]).shape == (1,), "and a whole model is left"
 
 
 def test_a_split_run_leaves_a_whole_model(tmp_path):
@@ -81,6 +84,15 @@ def test_a_split_run_leaves_a_whole_model(tmp_path):
         (
             {"parallel.after_death": "fewer", "learners": 2, "learner.updates_per_draw": 2},
             r"updates_per_draw 2 needs equal parts",
+        ),
+        ({"parallel.update": {"kind": "sharded"}}, r"needs learners 2 or more"),
+        (
+            {"learners": 2, "parallel.update": {"kind": "sharded"}, "parallel.compression": {"kind": "int8"}},
+            r"is for whole networks, not with parallel\.update\.kind 'sharded'",
+        ),
+        (
+            {"learners": 2, "parallel.update": {"kind": "sharded"}, "parallel.pipeline": 2},
+            r"'sharded' needs parallel\.pipeline 1",
         ),
         ({"parallel.tensor": 2, "learners": 2, "parallel.update": {"kind": "local"}}, r"need parallel\.update\.kind"),
     ],

@@ -72,12 +72,10 @@ def test_a_split_network_is_computed_whole_and_says_so(split, tmp_path):
     assert not said(plain, "no_effect")
 
 
-def test_replicas_of_a_split_network_are_whole_ones(tmp_path):
+@pytest.mark.parametrize("pieces", [{"parallel.tensor": 2}, {"parallel.update": {"kind": "sharded"}}], ids=str)
+def test_replicas_of_a_network_in_pieces_are_whole_ones(pieces, tmp_path):
     changes = {"learners": 2, "network.hidden": [16, 16]}
-    plain, split = (
-        trained(tmp_path, "plain", **changes),
-        trained(tmp_path, "split", **changes, **{"parallel.tensor": 2}),
-    )
+    plain, split = trained(tmp_path, "plain", **changes), trained(tmp_path, "split", **changes, **pieces)
     assert [digest(rank) for rank in ranks_of(split)] == [digest(rank) for rank in ranks_of(plain)]
 
 

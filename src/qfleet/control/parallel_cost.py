@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from qfleet.control.measurements import Curve, at
 from qfleet.control.parallel_parts import PLAIN, VALUE, Layer, Site, Way, Work
-from qfleet.control.parallel_traffic import exchange_seconds, ring_seconds, server_seconds, slowest
+from qfleet.control.parallel_traffic import exchange_seconds, gather_seconds, ring_seconds, server_seconds, slowest
 from qfleet.parallel.buckets import BUCKET_BYTES
 
 Stage = tuple[Layer, ...]
@@ -35,6 +35,8 @@ def predict(work: Work, site: Site, way: Way) -> Cost:
     rows = math.ceil(work.batch / way.data)
     if way.tensor * way.pipeline > 1:
         return _split(work, site, way, rows)
+    if way.mode == "sharded":
+        return _sharded(work, site, way, rows)
     own = at(work.update, rows) * site.slow(way.ranks)
     memory = _memory(work, way, work.layers, rows)
     behind = own * work.spread * slowest(way.data)
@@ -82,6 +84,24 @@ def _served(work: Work, site: Site, way: Way, worked: tuple[float, float, int]) 
     queue = busy + way.data * (applied + values * how.decode * slow / way.servers)
     waiting = behind / (1 + way.slack) if way.mode == "server_stale" else 0.0
     return Cost(computing, own, max(waiting, queue - computing - own, 0.0), memory)
+
+
+def _sharded(work: Work, site: Site, way: Way, rows: int) -> Cost:
+    """Return what an update costs when each rank keeps its part of every layer: all passes gather them, one by one.
+
+    It is computed layer by layer, which is never faster than as the run would otherwise; handling a layer is taken to
+    cost as much as where tensor ranks share it.
+    """
+    passes, sizes = 2 + work.passes, [VALUE * layer.parameters for layer in work.layers]
+    computed = max(_stage_seconds(work, work.layers, 1, rows) + at(work.rest, rows), at(work.update, rows) - work.step)
+    handled = passes * len(sizes) * site.handling.layer
+    own = site.slow(way.ranks) * (computed + work.step / way.data + handled)
+    reduce, gather = site.link("reduce", way.ranks), site.link("gather", way.ranks)
+    gathered = passes * sum(gather_seconds(gather, way.data, size / way.data) for size in sizes)
+    # A rank gets its part of the sum only: half of a ring.
+    summed = sum(ring_seconds(reduce, way.data, size) for size in sizes) / 2
+    memory = _memory(work, way, work.layers, rows)
+    return Cost(own, gathered + summed, own * work.spread * slowest(way.data), memory)
 
 
 def _split(work: Work, site: Site, way: Way, rows: int) -> Cost:
@@ -174,6 +194,8 @@ def _memory(work: Work, way: Way, stage: Stage, rows: int) -> int:
     """Return the bytes of one rank: weights, gradients, target, moments, what was not sent yet, and activations."""
     unsent = 0 if way.compression == PLAIN else 1
     moments = 0 if way.servers else work.moments
-    copies = 3 + moments + unsent
+    kept = (3 + moments + unsent) * _parameters(stage, way.tensor)
+    if way.mode == "sharded":  # and one layer with its gradient at a time
+        kept = math.ceil(kept / way.data) + 2 * max(layer.parameters for layer in stage)
     activations = sum(layer.outputs / layer.split(way.tensor) for layer in stage)
-    return int(VALUE * (copies * _parameters(stage, way.tensor) + rows * activations))
+    return int(VALUE * (kept + rows * activations))

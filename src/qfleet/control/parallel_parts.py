@@ -13,7 +13,7 @@ VALUE = 4
 """Bytes of a float32."""
 SMALL = 16
 """A layer with fewer outputs is kept whole on every tensor rank: its parts would cost more than they save."""
-Mode = Literal["all_reduce", "server_sync", "server_stale", "server_async", "local"]
+Mode = Literal["all_reduce", "sharded", "server_sync", "server_stale", "server_async", "local"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Handling:
     """Seconds that parts of a network cost besides their computing and their bytes: the calls that hand data on."""
 
     layer: float = 0.0
-    """Of each pass of a layer that tensor ranks share."""
+    """Of each pass of a layer that ranks share."""
     micro_batch: float = 0.0
     """Of each pass of a micro-batch through a stage."""
 
@@ -145,7 +145,7 @@ class Way:
     @property
     def exact(self) -> bool:
         """Whether it learns what one device would."""
-        return self.mode in ("all_reduce", "server_sync") and self.compression == PLAIN
+        return self.mode in ("all_reduce", "sharded", "server_sync") and self.compression == PLAIN
 
     @property
     def settings(self) -> dict[str, int | str]:
@@ -165,7 +165,7 @@ class Way:
         elif self.mode == "local":
             found |= {"parallel.update.kind": "local", "parallel.update.period": self.period}
         else:
-            found["parallel.update.kind"] = "allreduce"
+            found["parallel.update.kind"] = "sharded" if self.mode == "sharded" else "allreduce"
         if self.slack:
             found["parallel.update.slack"] = self.slack
         return found
@@ -179,6 +179,8 @@ class Way:
         if self.servers:
             kind = self.mode.removeprefix("server_") + (f" {self.slack}" if self.slack else "")
             words.append(f"{self.servers} server{'s' if self.servers > 1 else ''} {kind}")
+        if self.mode == "sharded":
+            words.append("sharded")
         if self.mode == "local":
             words.append(f"averaged every {self.period}")
         if self.compression != PLAIN:

@@ -77,6 +77,8 @@ def ways(work: Work, site: Site, compressions: Sequence[Compression] = ()) -> It
         for micro in (1,) if pipeline == 1 else (pipeline, 4 * pipeline):
             yield Way(data, tensor, pipeline, micro)
         if data > 1 and tensor * pipeline == 1:
+            if work.layers:
+                yield Way(data, mode="sharded")
             yield from _looser(data, compressions)
 
 
@@ -127,7 +129,14 @@ def _seconds(candidate: Candidate) -> float:
 def _modesty(candidate: Candidate) -> tuple[float, ...]:
     """Return what orders ways of about the same speed: fewer processes first, then the plainest."""
     way = candidate.way
-    return (way.ranks + way.servers, way.servers, way.tensor * way.pipeline, way.micro, _seconds(candidate))
+    return (
+        way.ranks + way.servers,
+        way.servers,
+        way.tensor * way.pipeline,
+        way.micro,
+        way.mode == "sharded",
+        _seconds(candidate),
+    )
 
 
 def _why(best: Candidate, exact: Sequence[Candidate], possible: Sequence[Candidate]) -> str:

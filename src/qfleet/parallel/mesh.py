@@ -70,6 +70,11 @@ class Mesh:
         self._mesh = init_device_mesh(self.device.type, astuple(degrees), mesh_dim_names=_DIMENSIONS)
 
     @property
+    def data(self) -> DeviceMesh:
+        """The ranks that have other parts of the batch than this one."""
+        return self._mesh["data"]
+
+    @property
     def tensor(self) -> DeviceMesh:
         """The ranks that share each layer with this one."""
         return self._mesh["tensor"]
@@ -108,6 +113,11 @@ class Mesh:
         """
         if distributed.is_initialized():
             distributed.destroy_process_group()
+
+
+def sharers(sharded: bool) -> tuple[Dimension, ...]:
+    """Return the dimensions along which ranks have shares of one network; `sharded` says whether data ranks do."""
+    return _DIMENSIONS if sharded else _DIMENSIONS[1:]
 
 
 def check_degrees(degrees: Degrees, size: int) -> None:

@@ -18,7 +18,13 @@ class AllReduceConfig(Config):
     kind: Literal["allreduce"] = "allreduce"
 
 
-UpdateConfig = Annotated[AllReduceConfig | LocalConfig | ServerConfig, Field(discriminator="kind")]
+class ShardedConfig(Config):
+    """Like allreduce, but each rank keeps its part of the weights only, and gathers a layer when it needs it (FSDP)."""
+
+    kind: Literal["sharded"] = "sharded"
+
+
+UpdateConfig = Annotated[AllReduceConfig | ShardedConfig | LocalConfig | ServerConfig, Field(discriminator="kind")]
 
 
 class ParallelConfig(Config):
@@ -33,7 +39,8 @@ class ParallelConfig(Config):
     micro_batches: int = Field(4, gt=0)
     """Parts that a replica's batch is sent through the stages in."""
     update: UpdateConfig = AllReduceConfig()
-    """How replicas agree: by sums of gradients, by parameter servers, or by meetings now and then."""
+    """How replicas agree: by sums of gradients (of whole networks, or sharded), by parameter servers, or by meetings
+    now and then."""
     compression: CompressionConfig = NoCompressionConfig()
     """In which form gradients travel between replicas, or to servers."""
     after_death: Literal["same", "fewer"] = "same"
@@ -45,6 +52,23 @@ class ParallelConfig(Config):
         """Ranks of one replica."""
         return self.tensor * self.pipeline
 
+    @property
+    def sharded(self) -> bool:
+        """Whether replicas keep a part of the weights each."""
+        return isinstance(self.update, ShardedConfig)
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether no rank has a whole network."""
+        return self.split > 1 or self.sharded
+
+    @property
+    def assembled(self) -> ParallelConfig:
+        """The plan of as many replicas, each of them whole."""
+        update = AllReduceConfig() if self.sharded else self.update
+        whole: ParallelConfig = self.replace(tensor=1, pipeline=1, update=update)
+        return whole
+
     def contradictions(
         self, learners: int, batch_size: int, transitions: bool, placement: str
     ) -> list[tuple[bool, str]]:
@@ -54,16 +78,21 @@ class ParallelConfig(Config):
         """
         update, share = self.update, batch_size // learners
         splits = f"parallel.tensor {self.tensor} and parallel.pipeline {self.pipeline}"
-        by_server = "parallel.update.kind 'server'"
+        by_update = f"parallel.update.kind '{update.kind}'"
+        pieces = splits if self.split > 1 else by_update
         servers = update.servers if isinstance(update, ServerConfig) else 0
         fewer = self.after_death == "fewer"
         return [
-            ((self.split > 1 or servers > 0) and not transitions,
-             f"{splits if self.split > 1 else by_server} needs agent.kind 'replay' without memory"),
-            (self.split > 1 and update.kind != "allreduce",
+            ((self.in_pieces or servers > 0) and not transitions,
+             f"{pieces} needs agent.kind 'replay' without memory"),
+            (self.split > 1 and update.kind not in ("allreduce", "sharded"),
              f"{splits} need parallel.update.kind 'allreduce', not '{update.kind}'"),
-            (self.split > 1 and self.compression.kind != "none",
-             f"parallel.compression.kind '{self.compression.kind}' is for whole networks, not with {splits}"),
+            (self.sharded and self.pipeline > 1,
+             f"{by_update} needs parallel.pipeline 1, not {self.pipeline}: stages divide a network already"),
+            (self.sharded and learners == 1,
+             f"{by_update} needs learners 2 or more: one alone keeps everything"),
+            (self.in_pieces and self.compression.kind != "none",
+             f"parallel.compression.kind '{self.compression.kind}' is for whole networks, not with {pieces}"),
             (self.pipeline > 1 and (batch_size % learners != 0 or share % self.micro_batches != 0),
              f"parallel.pipeline {self.pipeline} needs equal micro-batches: learner.batch_size {batch_size}"
              f" is not a multiple of learners {learners} times parallel.micro_batches {self.micro_batches}"),
@@ -72,7 +101,7 @@ class ParallelConfig(Config):
              f" gradients come from the others while one of learners {learners} computes, and none could be taken"),
             (update.kind == "local" and learners == 1,
              "parallel.update.kind 'local' needs learners 2 or more: one alone has nobody to meet"),
-            (fewer and (learners == 1 or self.split > 1 or servers > 0 or placement == "ray"),
+            (fewer and (learners == 1 or self.in_pieces or servers > 0 or placement == "ray"),
              "parallel.after_death 'fewer' is for learners 2 or more with whole networks that sum their gradients or"
              " meet, in placement 'processes'"),
             (self.compression.kind != "none" and learners == 1 and not servers,

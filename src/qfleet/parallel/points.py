@@ -75,6 +75,12 @@ def chain(network: QNetwork) -> Chain | None:
     return Chain(_children("torso.body.layers", body.layers), partial(_replace, body, "layers"))
 
 
+def layers_of(network: QNetwork) -> list[Named]:
+    """Return the layers that are called one after another: those of a torso that names them, and those of the head."""
+    torso = chain(network)
+    return [*(torso.layers if torso else []), *(layer for stream in _streams(network) for layer in stream)]
+
+
 def widths(network: QNetwork, stages: Sequence[Sequence[Named]]) -> Widths:
     """Return the layers to split by channels, given the torso's layers of each pipeline stage.
 
@@ -91,14 +97,19 @@ def widths(network: QNetwork, stages: Sequence[Sequence[Named]]) -> Widths:
     else:
         for layers in stages:
             _add_in_order(found, layers)
-    streams = cast(Any, network.head).streams
-    for name in ("advantage", "value"):
-        layers = _children(f"head.streams.{name}", getattr(streams, name) or nn.Sequential())
+    for layers in _streams(network):
         stream = Widths()
         _add_in_order(stream, layers)
         found.pairs += stream.pairs
         found.lone += [named for named in stream.lone if named != layers[-1]]
     return found
+
+
+def _streams(network: QNetwork) -> list[list[Named]]:
+    """Return the layers of each stream of the head."""
+    streams = cast(Any, network.head).streams
+    names = ("advantage", "value")
+    return [_children(f"head.streams.{name}", getattr(streams, name) or nn.Sequential()) for name in names]
 
 
 def _add_own(found: Widths, own: nn.Module, stages: Sequence[Sequence[Named]]) -> None:

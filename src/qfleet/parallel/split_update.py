@@ -56,14 +56,20 @@ class SplitUpdate(ReplayUpdate):
         staging: Staging | None = None,
         total_updates: int | None = None,
         hook: GradientHook | None = None,
+        sharded: bool = False,
     ) -> None:
-        """Take the whole network, the same on every rank; `hook` sums over replicas in place of the mesh."""
-        self._agent, self._mesh = _checked(agent, online, mesh), mesh
+        """Take the whole network, the same on every rank; `hook` sums over replicas in place of the mesh.
+
+        Of a `sharded` one each replica keeps its part only.
+        """
+        self._agent, self._mesh = _checked(agent, online, mesh, sharded), mesh
         whole, whole_target, target = (copy.deepcopy(online) for _ in range(3))
-        self._part = split_network(online.to(mesh.device), mesh, ONLINE)
-        self._target_part = split_network(target.to(mesh.device), mesh, TARGET)
+        if not sharded:  # which moves to the device layer by layer
+            online, target = online.to(mesh.device), target.to(mesh.device)
+        self._part = split_network(online, mesh, ONLINE, sharded)
+        self._target_part = split_network(target, mesh, TARGET, sharded)
         # The clipping hook needs places in the flat vector, which the step is about to make.
-        self._clip = SplitClip(mesh, optim.max_grad_norm, hook)
+        self._clip = SplitClip(mesh, optim.max_grad_norm, hook, sharded)
         unclipped = optim.model_copy(update={"max_grad_norm": None})
         step = GradientStep(cast(Any, self._part.share), unclipped, total_updates, self._clip)
         # Not the base's own, which would flatten whole networks.
@@ -154,14 +160,14 @@ class SplitUpdate(ReplayUpdate):
         return self._mesh.share_(state, "pipeline", self._mesh.degrees.pipeline - 1).cpu()
 
 
-def _checked(agent: AgentConfig, online: QNetwork, mesh: Mesh) -> ReplayAgent:
+def _checked(agent: AgentConfig, online: QNetwork, mesh: Mesh, sharded: bool) -> ReplayAgent:
     """Refuse what only one rank, or replicas of whole networks, can learn."""
     if not isinstance(agent, ReplayAgent) or agent.memory is not None:
         raise ConfigError(
             f"a mesh of {mesh.degrees} learns from replayed transitions only, not with an agent '{agent.kind}'"
             f"{' with memory' if isinstance(agent, ReplayAgent) else ''}: use data parallelism for it"
         )
-    check_split(online, mesh.degrees)
+    check_split(online, mesh.degrees, sharded)
     if mesh.degrees.data > 1 and running_statistics(online):
         raise ConfigError(
             "network.input.normalize learns its statistics from one replica's observations, and a mesh of"

@@ -14,6 +14,7 @@ from qfleet.algo.torsos import Torso
 from qfleet.core.errors import ConfigError
 from qfleet.parallel.mesh import Degrees, Mesh
 from qfleet.parallel.points import widths
+from qfleet.parallel.sharding import shard_network
 from qfleet.parallel.share import Share
 from qfleet.parallel.stages import Cut, FirstStage, LaterStage, plan_cut, take_stage
 from qfleet.parallel.tensor import check_widths, split_widths
@@ -31,18 +32,21 @@ class SplitNetwork:
     share: Share
     split: dict[str, int]
     """The dimension by which tensor ranks share a parameter, by its name in the unsplit network."""
+    sharded: bool
+    """Whether data ranks share the rows of what each of them would have."""
 
 
-def split_network(network: QNetwork, mesh: Mesh, who: str = "online") -> SplitNetwork:
+def split_network(network: QNetwork, mesh: Mesh, who: str = "online", sharded: bool = False) -> SplitNetwork:
     """Keep in the network, which is changed, what belongs to this rank; `who` names its features on the last stage."""
-    check_split(network, mesh.degrees)
+    check_split(network, mesh.degrees, sharded)
     cut = plan_cut(network, mesh.degrees.pipeline)
     split = split_widths(network, widths(network, cut.stages), mesh.tensor) if mesh.degrees.tensor > 1 else {}
+    rooms = shard_network(network, mesh) if sharded else {}
     names = {id(tensor): name for name, tensor in network.state_dict(keep_vars=True).items()}
     if mesh.degrees.pipeline == 1:
-        return SplitNetwork(network, None, cut, Share([network], names), split)
+        return SplitNetwork(network, None, cut, Share([network], names, rooms), split, sharded)
     stage = take_stage(network, cut, mesh.place.pipeline, who)
-    return SplitNetwork(network, stage, cut, Share([stage, network.head], names), split)
+    return SplitNetwork(network, stage, cut, Share([stage, network.head], names), split, sharded)
 
 
 def inputs_of(part: SplitNetwork) -> Inputs | None:
@@ -58,15 +62,17 @@ def running_statistics(network: QNetwork) -> list[str]:
     return [name for name in network.state_dict() if name not in parameters]
 
 
-def check_split(network: QNetwork, degrees: Degrees) -> None:
+def check_split(network: QNetwork, degrees: Degrees, sharded: bool = False) -> None:
     """Refuse what cannot be split, before any rank waits for another, and say what would work."""
-    if degrees.pipeline == degrees.tensor == 1:
+    whole = degrees.pipeline == degrees.tensor == 1
+    if whole and not sharded:
         return
-    asked = f"pipeline {degrees.pipeline} and tensor {degrees.tensor}"
+    asked = "update 'sharded'" if whole else f"pipeline {degrees.pipeline} and tensor {degrees.tensor}"
     if network.recurrent or not isinstance(network.torso, Torso):
         kind = "a network with memory" if network.recurrent else "a table"
         raise ConfigError(f"{asked} cannot split {kind}: use data parallelism, or an agent without memory")
-    if random := [name for name, module in network.named_modules() if _is_random(module)]:
+    random = [name for name, module in network.named_modules() if _is_random(module)]
+    if random and not whole:
         raise ConfigError(
             f"{asked} cannot split dropout (layer '{random[0]}'), which draws one mask for all of a layer's entries:"
             " set network.dropout to 0, or use data parallelism"
@@ -80,6 +86,8 @@ def check_split(network: QNetwork, degrees: Degrees) -> None:
     names = [name for name, _ in network.named_parameters(remove_duplicate=False)]
     if tied := set(names) - {name for name, _ in network.named_parameters()}:
         raise ConfigError(f"{asked} cannot split tied parameters ('{min(tied)}'): use data parallelism")
+    if sharded and (odd := [name for name, p in network.named_parameters() if not p.ndim or not p.is_contiguous()]):
+        raise ConfigError(f"{asked} divides rows, and the parameter '{odd[0]}' has none: make it a contiguous vector")
     cut = plan_cut(network, degrees.pipeline)
     if degrees.tensor > 1:
         check_widths(network, widths(network, cut.stages), degrees.tensor)

@@ -180,7 +180,7 @@ class Learner(Role):
 
     def _publish(self) -> bool:
         """Publish the weights unless the newest are out already, or are in pieces until the ranks meet again."""
-        in_pieces = self._setup.parallel.split > 1 and self._met < self._batches_seen
+        in_pieces = self._setup.parallel.in_pieces and self._met < self._batches_seen
         return self._publishing is not None and not in_pieces and self._publishing.publish()
 
     def _commit_due(self) -> bool:
@@ -355,7 +355,7 @@ def _join(setup: LearnerSetup, life: int) -> Joining | None:
     if setup.group is None:
         return None
     place, parallel, group = setup.group, setup.parallel, meet_group(setup.group, life)
-    if parallel.split == 1:
+    if not parallel.in_pieces:
         return Joining(parallel, group, setup.seed)
     from qfleet.parallel.mesh import Degrees, Mesh  # which loads much of torch that few runs need
 

@@ -94,8 +94,9 @@ def _split(setup: LearnerSetup, role: str, network: QNetwork, mesh: Mesh, notice
     generator = seeding.torch_stream(setup.seed, role, purpose="update", device=mesh.device)
     staging = Staging(setup.parallel.micro_batches, setup.parallel.schedule)
     parts = (setup.agent, network, setup.optim, generator, mesh, staging, setup.total_updates)
-    notices["accel"] = f"{mesh.device.type}: eager, {mesh.degrees}"
-    return Learning(SplitUpdate(*parts), None, generator, notices)
+    sharded = setup.parallel.sharded
+    notices["accel"] = f"{mesh.device.type}: eager, {mesh.degrees}{', sharded' if sharded else ''}"
+    return Learning(SplitUpdate(*parts, sharded=sharded), None, generator, notices)
 
 
 def _whole(network: QNetwork, plan: ParallelConfig) -> str:
@@ -104,7 +105,9 @@ def _whole(network: QNetwork, plan: ParallelConfig) -> str:
     from qfleet.parallel.splitting import check_split
 
     check_split(network, Degrees(1, plan.pipeline, plan.tensor))
-    asked = f"parallel.tensor {plan.tensor} and parallel.pipeline {plan.pipeline}"
+    asked = (
+        f"parallel.tensor {plan.tensor}, parallel.pipeline {plan.pipeline}, parallel.update.kind '{plan.update.kind}'"
+    )
     return f"inline computes whole networks: {asked} change nothing but who would compute what"
 
 

@@ -300,7 +300,7 @@ class Experiment(Config):
             f"of learners {several} needs placement 'processes', not '{self.placement}'": self.placement != placement,
             f"has one loop for each learner that also acts: actors {self.actors} is for a pipeline": self.actors > 1,
             "has no parameter servers": self.serving is not None,
-            "has whole networks: parallel.tensor, parallel.pipeline and parallel.update.kind 'sharded' are for others":
+            "has whole networks, which parallel.tensor, parallel.pipeline and parallel.update.kind 'sharded' divide":
                 self.parallel.in_pieces,
             f"has equal shares: actor.envs {envs} is not a multiple of learners {several}": envs % several != 0,
             f"has equal shares: learner.batch_size {batch} is not a multiple of learners {several}":

@@ -303,7 +303,7 @@ class Experiment(Config):
             f"of learners {several} needs placement 'processes' or 'inline', not 'ray'": self.placement == "ray",
             f"has one loop for each learner that also acts: actors {self.actors} is for a pipeline": self.actors > 1,
             "has no parameter servers": self.serving is not None,
-            "has whole networks: parallel.tensor, parallel.pipeline and parallel.update.kind 'sharded' are for others":
+            "has whole networks, which parallel.tensor, parallel.pipeline and parallel.update.kind 'sharded' divide":
                 self.parallel.in_pieces,
             "keeps all of its loops: parallel.after_death 'fewer' is for a pipeline":
                 self.parallel.after_death == "fewer",

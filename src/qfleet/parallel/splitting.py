@@ -67,7 +67,7 @@ def check_split(network: QNetwork, degrees: Degrees, sharded: bool = False) -> N
     whole = degrees.pipeline == degrees.tensor == 1
     if whole and not sharded:
         return
-    asked = "update 'sharded'" if whole else f"pipeline {degrees.pipeline} and tensor {degrees.tensor}"
+    asked = "parallel.update.kind 'sharded'" if whole else f"pipeline {degrees.pipeline} and tensor {degrees.tensor}"
     if network.recurrent or not isinstance(network.torso, Torso):
         kind = "a network with memory" if network.recurrent else "a table"
         raise ConfigError(f"{asked} cannot split {kind}: use data parallelism, or an agent without memory")

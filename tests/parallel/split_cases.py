@@ -207,7 +207,7 @@ class InDouble(nn.Module):
 def run_double(case: str, mesh: Mesh, staging: Staging | None, sharded: bool) -> dict[str, float]:
     """Return how far outputs and gradients are from those of the unsplit network, in double precision.
 
-    Replicas have rows of their own, and are compared where they are sharded: only then do gradients come summed.
+    Replicas have rows of their own where they are sharded: only then do gradients come summed.
     """
     whole = network_of(case).double()
     torso: Any = whole.torso
@@ -220,7 +220,7 @@ def run_double(case: str, mesh: Mesh, staging: Staging | None, sharded: bool) ->
     factors = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     (expected * factors).sum().backward()  # type: ignore[no-untyped-call]
     if part.stage is None:
-        own = slice(mesh.place.data, None, mesh.degrees.data)
+        own = slice(mesh.place.data, None, mesh.degrees.data) if sharded else slice(None)
         expected, factors = expected[own], factors[own]
         output = part.network.head(part.network.torso({name: leaf[own] for name, leaf in observation.items()}))
         (output * factors).sum().backward()
@@ -234,12 +234,12 @@ def run_double(case: str, mesh: Mesh, staging: Staging | None, sharded: bool) ->
         modules = [part.stage, part.network.head]
     gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
     held = [p for module in modules for layer in module.modules() for p in layer.parameters(recurse=False)]
-    worst = 0.0
+    degrees, worst = Degrees(mesh.degrees.data if sharded else 1, 1, mesh.degrees.tensor), 0.0
     for name, parameter in zip(part.share.names, held, strict=True):
         wanted, found = gradients[name], parameter.grad
         assert wanted is not None, name
         assert found is not None, name
-        wanted = wanted[part_of(tuple(wanted.shape), part.split.get(name), mesh.degrees, mesh.place)]
+        wanted = wanted[part_of(tuple(wanted.shape), part.split.get(name), degrees, mesh.place)]
         local = found.to_local() if isinstance(found, DTensor) else found
         assert local.shape == wanted.shape, name
         worst = max([worst, *(local - wanted).abs().flatten().tolist()])

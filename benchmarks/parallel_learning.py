@@ -29,17 +29,7 @@ import qfleet.api as api
 TABLE = Path(__file__).with_suffix(".md")
 RUNS = Path(__file__).with_suffix(".json")
 ALONE, SLOW = "one learner", "server async, one of four slow"
-GAMES: dict[str, dict[str, Any]] = {
-    "cartpole": {"preset": "cartpole", "topology": "pipeline", "env_steps": 60_000},
-    "breakout": {
-        "preset": "minatar:breakout",
-        "algo": "dqn",
-        "topology": "pipeline",
-        "env_steps": 100_000,
-        "evaluation.every": 25_000,
-    },
-}
-COMMON = {"placement": "processes", "actors": 1, "threads": 1, "evaluation.test_episodes": 100}
+BESIDE = {"placement": "processes", "actors": 1, "topology": "pipeline"}
 TWO = {"learners": 2}
 SERVER = {"learners": 3, "parallel.update.kind": "server", "parallel.update.servers": 2}
 FORMS = ("fp16", "bf16", "int8", "sign", "topk", "powersgd")
@@ -51,9 +41,28 @@ WAYS: dict[str, dict[str, Any]] = {
     **{f"server {mode}": {**SERVER, "parallel.update.mode": mode} for mode in ("sync", "async", "stale")},
     "server async, top-k": {**SERVER, "parallel.update.mode": "async", "parallel.compression.kind": "topk"},
     SLOW: {**SERVER, "learners": 4, "parallel.update.mode": "async"},
+    "sharded": {**TWO, "parallel.update.kind": "sharded"},
     "tensor": {"parallel.tensor": 2},
     "pipeline": {"parallel.pipeline": 2},
 }
+COLLECTIVE = (ALONE, "data parallel", *FORMS, "local")
+GAMES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "cartpole": ({"preset": "cartpole", "env_steps": 60_000, **BESIDE}, tuple(WAYS)),
+    "breakout": ({"preset": "minatar:breakout", "env_steps": 300_000, "evaluation.every": 75_000}, COLLECTIVE),
+    "breakout, DQN": (
+        {
+            "preset": "minatar:breakout",
+            "algo": "dqn",
+            "env_steps": 60_000,
+            "exploration.steps": 20_000,
+            "evaluation.every": 20_000,
+            **BESIDE,
+        },
+        tuple(way for way in WAYS if way not in (*COLLECTIVE[1:], SLOW)),
+    ),
+}
+"""Settings of each game, and the ways that it is played in: fused loops have no servers and no splits."""
+COMMON = {"threads": 1, "evaluation.test_episodes": 100}
 Runs = dict[str, dict[str, dict[str, dict[str, float | None]]]]
 """What came of each run: by game, way and seed."""
 
@@ -67,8 +76,8 @@ def main() -> None:
     options = parser.parse_args()
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         for game in options.games:
-            for way in options.ways:
-                if (way != SLOW or game == "cartpole") and str(seed) not in _read().get(game, {}).get(way, {}):
+            for way in (way for way in GAMES[game][1] if way in options.ways):
+                if str(seed) not in _read().get(game, {}).get(way, {}):
                     _keep(game, way, seed, _train(game, way, seed))
     TABLE.write_text(_page(_read()))
     print(TABLE.read_text())
@@ -76,7 +85,7 @@ def main() -> None:
 
 def _train(game: str, way: str, seed: int) -> dict[str, float | None]:
     """Return the score of one run, and the steps and bytes that it took."""
-    settings = {**GAMES[game], **COMMON, **WAYS[way]}
+    settings = {**GAMES[game][0], **COMMON, **WAYS[way]}
     with tempfile.TemporaryDirectory() as directory:
         torso = partial(Unlike, Path(directory) / "first") if way == SLOW else None
         run = api.train(**settings, network=torso, seed=seed, run_dir=Path(directory) / "run")
@@ -110,7 +119,7 @@ def _page(runs: Runs) -> str:
             "",
             f"## {game}",
             "",
-            f"Settings: `{_words(GAMES[game] | COMMON)}`; seeds {', '.join(ways[ALONE])}."
+            f"Settings: `{_words(GAMES[game][0] | COMMON)}`; seeds {', '.join(ways[ALONE])}."
             f" Interval of one learner: {low:.1f} to {high:.1f}.",
             "",
             "| way | settings | mean score | its interval | not below | median steps to the target |",

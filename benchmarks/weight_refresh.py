@@ -4,9 +4,10 @@
 
 A DQN with the settings of atari:pong learns from frames of random play. Its weights are published every 32 updates in
 each form, and the forms are compared on the same weights. `error` is the root mean square of what the actors' weights
-are off by, as a share of how far the weights go from one publication to the next. `same action` is how often both
-networks prefer the same one for 128 frames. "int8, every 4th" is what could be had without any new code: actors keep
-what they have in between. `--sweep` compares settings of the deltas that take about as many bytes.
+are off by, `value error` the mean of what their values of 128 frames are off by, both as a share of how far the
+learner's go from one publication to the next. `same action` is how often both prefer the same one. "int8, every 4th"
+is what could be had without deltas: actors keep what they have in between. `--sweep` compares other settings of the
+deltas that take about as many bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from qfleet.algo.flat import FlatParameters
 from qfleet.algo.networks import QNetwork, build_network
 from qfleet.algo.updates import build_update
 from qfleet.core.spec import PLAIN
-from qfleet.core.types import Batch, Floats, Leaves, Version
+from qfleet.core.types import Batch, Floats, Version
 from qfleet.envs import make_env
 from qfleet.experiment import Experiment
 from qfleet.parallel.packing import Packer, Unpacker, packed_bytes
@@ -98,6 +99,7 @@ class Follower:
     weights: Floats | None = None
     sizes: list[int] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
+    value_errors: list[float] = field(default_factory=list)
     same: list[float] = field(default_factory=list)
 
     def follow(self, flat: FlatParameters, number: int) -> None:
@@ -136,26 +138,30 @@ def compare(followers: list[Follower], experiment: Experiment, publications: int
     tried = {PLAIN: torch.from_numpy(played.observation[rng.integers(len(played.action), size=TRIED)])}
     with closing(make_env(experiment.env, 1)) as env:
         actor = build_network(experiment.network, experiment.agent, env.spec, seed=1)
-    acting, before = FlatParameters(actor), None
+    acting, before, valued = FlatParameters(actor), None, np.zeros(0)
     for number, flat in enumerate(published(experiment, played, publications)):
         true = flat.to_numpy()
         went = None if before is None else float(np.sqrt(np.mean((true - before) ** 2)))
         before = true
-        chosen = best(acting, actor, true, tried)
+        seen, valued = valued, values(acting, actor, true, tried)
         for follower in followers:
             follower.follow(flat, number)
             assert follower.weights is not None
             if went is not None:
                 follower.errors.append(float(np.sqrt(np.mean((follower.weights - true) ** 2))) / went)
-                follower.same.append(float((best(acting, actor, follower.weights, tried) == chosen).mean()))
+                own = values(acting, actor, follower.weights, tried)
+                follower.same.append(float((own.argmax(1) == valued.argmax(1)).mean()))
+                follower.value_errors.append(float(np.abs(own - valued).mean() / np.abs(valued - seen).mean()))
 
 
-def best(flat: FlatParameters, network: QNetwork, weights: Floats, observation: Leaves) -> np.ndarray:
-    """Return the actions [TRIED] that a network with these weights prefers."""
+def values(
+    flat: FlatParameters, network: QNetwork, weights: Floats, observation: dict[str, torch.Tensor]
+) -> np.ndarray:
+    """Return the values [TRIED, A] that a network with these weights has."""
     flat.load_numpy(weights)
     with torch.inference_mode():
-        actions: np.ndarray = network.q(observation).argmax(1).numpy()
-    return actions
+        found: np.ndarray = network.q(observation).numpy()
+    return found
 
 
 def main() -> None:
@@ -172,16 +178,16 @@ def main() -> None:
         Follower("delta", DeltaWeights()),
     ]
     if arguments.sweep:
-        pairs = [(5, 0.015), (8, 0.034), (12, 0.045), (16, 0.05), (24, 0.055), (32, 0.058), (64, 0.061)]
+        pairs = [(8, 0.068), (32, 0.116), (64, 0.123)]
         followers += [
             Follower(f"delta {density} / {period}", DeltaWeights(density=density, keyframe_period=period))
             for period, density in pairs
         ]
     compare(followers, preset("atari:pong"), arguments.publications)
-    print("| form | MB a publication | error | same action |\n|---|---|---|---|")
+    print("| form | MB a publication | error | value error | same action |\n|---|---|---|---|---|")
     for one in followers:
-        error, same = np.mean(one.errors), np.mean(one.same)
-        print(f"| {one.name} | {np.mean(one.sizes) / 1e6:.3f} | {error:.3f} | {same:.1%} |")
+        errors = f"{np.mean(one.errors):.2f} | {np.mean(one.value_errors):.3f}"
+        print(f"| {one.name} | {np.mean(one.sizes) / 1e6:.3f} | {errors} | {np.mean(one.same):.1%} |")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compares what is learned when actors follow packed weights: CartPole in a pipeline inline, equal seeds for each form.
 
-    python benchmarks/weight_scores.py [--seeds 5] [--env-steps 20000]
+    python benchmarks/weight_scores.py [--seeds 5] [--first-seed 100] [--env-steps 20000] [--kinds none delta]
 
 Weights are published after every update or two there, at a high learning rate. `way` is the mean over all evaluations
 of a run, which tells how fast it learned; `test` the score of the kept model on unseen seeds. Both are means over
@@ -26,7 +26,6 @@ from qfleet.experiment import with_changes
 from qfleet.presets import preset
 
 KINDS = ("none", "bf16", "int8", "delta")
-FIRST_SEED = 100
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -54,14 +53,16 @@ def measure(kind: str, seed: int, env_steps: int, directory: Path) -> tuple[floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=100)
     parser.add_argument("--env-steps", type=int, default=20_000)
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     arguments = parser.parse_args()
     print("| form | bytes | way | test | way of each seed |\n|---|---|---|---|---|", flush=True)
     with TemporaryDirectory() as folder:
-        for kind in KINDS:
+        for kind in arguments.kinds:
             found = np.array(
                 [
-                    measure(kind, FIRST_SEED + number, arguments.env_steps, Path(folder))
+                    measure(kind, arguments.first_seed + number, arguments.env_steps, Path(folder))
                     for number in range(arguments.seeds)
                 ]
             )

@@ -94,13 +94,13 @@ def test_every_form_is_as_near_as_it_says(kind):
         else:  # the way since the keyframe, but for the places that went furthest
             gone = np.abs(values - first)[:SIZE] + int8_steps(first) * 0.501
             assert (off <= gone).all()
-            left_out = np.sort(gone)[: -int(SIZE * 0.05)]
-            assert off.max() <= left_out.max()
+            left_out = np.sort(np.abs(values - first)[:SIZE])[: -int(SIZE * 0.1)].max()
+            assert off.max() <= left_out + int8_steps(first).max() * 0.501 + np.abs(values - first).max() * 2.0**-4
 
 
 def test_what_deltas_leave_out_never_adds_up_and_is_gone_when_the_weights_stand_still():
-    """By the next keyframe the actors are within half a step of int8, and the deltas mend the worst of that."""
-    packer, unpacker = Packer(form("delta", density=0.05, keyframe_period=6), SIZE), Unpacker(SIZE)
+    """By the next keyframe the actors are within half a step of int8."""
+    packer, unpacker = Packer(form("delta", density=0.1, keyframe_period=6), SIZE), Unpacker(SIZE)
     source, values, errors, still = walk(2), np.zeros(0), [], []
     for number in range(60):
         values = next(source) if number < 40 else values
@@ -114,31 +114,31 @@ def test_what_deltas_leave_out_never_adds_up_and_is_gone_when_the_weights_stand_
     assert max(errors[30:40]) < 1.5 * max(errors[6:16]), "grows with the time since a keyframe, not with the run"
     rounding = int8_steps(values) * 0.501
     assert all((off <= rounding).all() for off in still)
-    assert all(np.sort(off)[-1] < np.sort(rounding)[-1] * 0.99 for off in still), "the largest roundings are mended"
 
 
-def test_a_density_of_one_is_exact_to_half_precision_of_the_way_gone():
+def test_a_density_of_one_brings_the_whole_way_to_four_bits_and_leaves_what_the_keyframe_rounded():
     packer, unpacker = Packer(form("delta", density=1.0, keyframe_period=100), SIZE), Unpacker(SIZE)
     for number, values in zip(range(5), walk(3), strict=False):
         keyframe, message = packer.pack(weights(values, number))
         if keyframe is not None:
             unpacker.remember(keyframe)
-        difference = np.abs(values[:SIZE] - unpacker.base.numpy())
-        off = np.abs(unpacker.verified(message) - values)[:SIZE]
-        assert (off <= difference * 2.0**-10 + difference.max() * 2.0**-24 + 1e-6).all()
+            first, rounded = values[:SIZE], values[:SIZE] - unpacker.verified(keyframe)[:SIZE]
+        way = values[:SIZE] - first
+        off = values[:SIZE] - unpacker.verified(message)[:SIZE] - rounded
+        assert (np.abs(off) <= np.abs(way) * 2.0**-4 + np.abs(way).max() * 2.0**-18 + 1e-6).all()
 
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_damage_anywhere_is_noticed(kind):
-    packer = Packer(form(kind), SIZE)
-    keyframe, message = packer.pack(weights(next(walk(4)), 0))
+    packer, source = Packer(form(kind), SIZE), walk(4)
+    keyframe, message = packer.pack(weights(next(source), 0))
+    _, message = packer.pack(weights(next(source), 1))
     for original in [message] if keyframe is None else [message, keyframe]:
         for part, tensor in enumerate(original.payload):
             for place in (0, len(tensor) // 2, -1):
                 payload = [one.clone() for one in original.payload]
                 payload[part].view(torch.uint8)[place * tensor.element_size()] ^= 64
-                if len(tensor) > 1 or payload[part].is_floating_point():  # or it is the end of the only span
-                    assert_refused(dataclasses.replace(original, payload=payload), keyframe)
+                assert_refused(dataclasses.replace(original, payload=payload), keyframe)
             assert_refused(dataclasses.replace(original, payload=[one[:-1] for one in original.payload]), keyframe)
         assert_refused(dataclasses.replace(original, payload=original.payload[:-1]), keyframe)
         buffers = original.buffers.copy()
@@ -151,7 +151,7 @@ def assert_refused(message: Any, keyframe: Any) -> None:
     unpacker = Unpacker(SIZE)
     if keyframe is not None:
         unpacker.remember(keyframe)
-    with pytest.raises(QfleetError, match=r"weights Version\(epoch=0, number=0\) arrived damaged"):
+    with pytest.raises(QfleetError, match=r"weights Version\(epoch=0, number=\d\) arrived damaged"):
         unpacker.verified(message)
 
 
@@ -198,6 +198,6 @@ def test_a_publication_of_the_nature_network_takes_less_than_450_kb_on_average()
         keyframe, message = packer.pack(weights(values, number))
         sizes.append(packed_bytes(message) + (0 if keyframe is None else packed_bytes(keyframe)))
         values[:NATURE:7] *= 1.001
-    assert sizes[0] == sizes[-1] > sizes[1] == sizes[-2]
+    assert sizes[0] == sizes[-1] < 1.01 * NATURE, "a keyframe is int8, and the delta with it empty"
+    assert 2 * 0.1 * NATURE <= sizes[1] < 2.1 * 0.1 * NATURE
     assert np.mean(sizes[:-1]) < 450_000
-    assert sizes[0] - sizes[1] < 1.01 * NATURE, "a keyframe is int8"

@@ -131,6 +131,12 @@ def test_settings_without_effect_are_named_once() -> None:
     assert not [event for event in role(setup())[1] if event.kind == "no_effect"]
 
 
+def test_a_form_of_weights_for_actors_has_no_effect_where_there_are_none() -> None:
+    _, events = role(setup(**{"learner.weights.kind": "delta"}))
+    (text,) = [event.text for event in events if isinstance(event, Notice) and event.kind == "no_effect"]
+    assert text.endswith("makes no use of learner.weights")
+
+
 def test_acting_in_another_precision_is_for_a_pipeline() -> None:
     experiment = with_changes(preset("cartpole"), {"inference.precision": "bf16"})
     assert not experiment.fused

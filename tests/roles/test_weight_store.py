@@ -91,7 +91,8 @@ def test_a_damaged_message_changes_nothing():
     learner, edge, keyframes = Learner(), Late(), Late()
     flat = network()
     reader, before = WeightReader(flat, edge, keyframes), flat.to_numpy()
-    keyframes.sent, message = learner.publish(0)
+    keyframes.sent, _ = learner.publish(0)
+    _, message = learner.publish(1)
     message.payload[-1].zero_()
     edge.sent = message
     edge.deliver()

@@ -1,7 +1,8 @@
 """Packs weights for those who act, and unpacks them: in fewer bits, or as what has changed since a keyframe.
 
-A delta is the largest differences to the last keyframe, never to another delta. So whoever missed some, or has just
-joined, needs no more than the keyframe and the newest delta, and all readers of a version have the same bits.
+A delta is the largest parts of the way since the last keyframe, never since another delta. So whoever missed some, or
+has just joined, needs no more than the keyframe and the newest delta, and all readers of a version have the same bits.
+It is the true way, not the difference to the keyframe: that would mostly mend what int8 rounded, which matters little.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from qfleet.parallel.compression.blocks import Int8Codec
 from qfleet.parallel.compression.codec import Codec, Payload, payload_bytes
 from qfleet.parallel.compression.config import TopKConfig
 from qfleet.parallel.compression.floats import HalfCodec
-from qfleet.parallel.compression.topk import TopKCodec
+from qfleet.parallel.compression.gaps import GapCodec
 from qfleet.parallel.packing_config import Bf16Weights, DeltaWeights, Int8Weights
 
 _CPU = torch.device("cpu")
@@ -34,8 +35,8 @@ def _make_codec(form: str, size: int, density: float = 1.0) -> Codec:
             return HalfCodec(torch.bfloat16)
         case "int8":
             return Int8Codec(size, _CPU)
-        case "topk":
-            return TopKCodec(TopKConfig(fraction=density, warmup=0), size, _CPU)
+        case "gaps":
+            return GapCodec(TopKConfig(fraction=density, warmup=0), size, _CPU)
     raise ValueError(f"no form of weights is called '{form}'")
 
 
@@ -53,8 +54,7 @@ class Unpacker:
         self._codecs: dict[str, Codec] = {}
         self.keyframe: PackedWeights | None = None
         """The keyframe that deltas are added to."""
-        self.base = torch.zeros(0)
-        """Its parameters [P]."""
+        self._base = torch.zeros(0)
 
     def can_read(self, message: PackedWeights) -> bool:
         """Return whether the message needs no other keyframe than the last one."""
@@ -62,7 +62,7 @@ class Unpacker:
 
     def remember(self, keyframe: PackedWeights) -> None:
         """Add deltas to this one from now on."""
-        self.base, self.keyframe = torch.from_numpy(self.verified(keyframe)[: self._size]), keyframe
+        self._base, self.keyframe = torch.from_numpy(self.verified(keyframe)[: self._size]), keyframe
 
     def verified(self, message: PackedWeights) -> Floats:
         """Return the weights [P + Q] that a message brings, or raise an error if they are not those that were sent."""
@@ -86,7 +86,7 @@ class Unpacker:
         values = np.zeros(self._size + len(message.buffers), np.float32)
         parameters = torch.from_numpy(values)[: self._size]
         if message.base is not None:
-            parameters.copy_(self.base)
+            parameters.copy_(self._base)
         self._codecs[message.form].add(message.payload, parameters)
         values[self._size :] = message.buffers
         return values
@@ -98,9 +98,11 @@ class Packer:
     def __init__(self, config: Bf16Weights | Int8Weights | DeltaWeights, size: int) -> None:
         """Pack the weights of a network of `size` parameters."""
         self._size, self._delta = size, config if isinstance(config, DeltaWeights) else None
-        self._form = config.kind if self._delta is None else "topk"
+        self._form = config.kind if self._delta is None else "gaps"
         self._codec = _make_codec(self._form, size, 1.0 if self._delta is None else self._delta.density)
         self._reader = Unpacker(size)
+        self._left = torch.zeros(0)
+        """The parameters [P] at the last keyframe, before they were rounded."""
         self._since_keyframe = 0
 
     def pack(self, weights: Weights) -> tuple[PackedWeights | None, PackedWeights]:
@@ -112,11 +114,11 @@ class Packer:
         if self._keyframe_due(weights.version, self._delta.keyframe_period):
             keyframe = self._message(weights, "int8", Int8Codec(self._size, _CPU).encode(parameters))
             self._reader.remember(keyframe)
-            self._since_keyframe = 0
+            self._left, self._since_keyframe = parameters.clone(), 0
         self._since_keyframe += 1
         last = self._reader.keyframe
         assert last is not None
-        payload = self._codec.encode(parameters - self._reader.base)
+        payload = self._codec.encode(parameters - self._left)
         return keyframe, self._message(weights, self._form, payload, last.checksum)
 
     def _keyframe_due(self, version: Version, period: int) -> bool:
@@ -131,10 +133,10 @@ class Packer:
 
     def state_dict(self) -> State:
         """Return what later messages depend on."""
-        return {"keyframe": self._reader.keyframe, "since_keyframe": self._since_keyframe}
+        return {"keyframe": self._reader.keyframe, "left": self._left, "since_keyframe": self._since_keyframe}
 
     def load_state_dict(self, state: State) -> None:
         """Continue; a run that sent no keyframes before begins with one."""
         if state.get("keyframe") is not None:
             self._reader.remember(state["keyframe"])
-            self._since_keyframe = state["since_keyframe"]
+            self._left, self._since_keyframe = state["left"], state["since_keyframe"]

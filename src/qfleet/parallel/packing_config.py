@@ -31,15 +31,15 @@ class Int8Weights(Config):
 
 
 class DeltaWeights(Config):
-    """Now and then all values as int8, a keyframe; in between those that have moved most since then.
+    """Now and then all values as int8, a keyframe; each time the way of those that have gone furthest since then.
 
-    Every delta is measured from the true weights, so that what one leaves out is in the next.
+    Every delta has the whole way since the keyframe, so that what one leaves out is in the next.
     """
 
     kind: Literal["delta"] = "delta"
     """Selects this form."""
-    density: float = Field(default=0.05, gt=0, le=1)
-    """Share of all values that is in a delta; each takes 4 bytes, its place included."""
+    density: float = Field(default=0.1, gt=0, le=1)
+    """Share of all values that is in a delta; each takes 2 bytes, its place included."""
     keyframe_period: int = Field(default=16, gt=0)
     """Publications from one keyframe to the next, each of which takes a byte a value."""
 

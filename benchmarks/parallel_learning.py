@@ -44,6 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "sharded": {**TWO, "parallel.update.kind": "sharded"},
     "tensor": {"parallel.tensor": 2},
     "pipeline": {"parallel.pipeline": 2},
+    **{f"weights {form}": {"learner.weights.kind": form} for form in ("bf16", "int8", "delta")},
 }
 COLLECTIVE = (ALONE, "data parallel", *FORMS, "local")
 GAMES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

@@ -191,8 +191,9 @@ class ProcessPlacement(SupervisedPlacement):
         delay = self._restarts.delay(group[0], time.monotonic())
         if delay is None:
             return f"{cause}; that was death {self._restarts.in_a_row(group[0])} within a short time"
+        due = time.monotonic() + delay  # the same for all: who is begun a moment earlier keeps the others from it
         for name in group:
-            self._due[name] = time.monotonic() + delay
+            self._due[name] = due
             if name in self._children:
                 self._children[name].condemn(f"{member.name} of its group died")
         if (leaver := self._groups.leaver(member.name)) is not None:
@@ -223,10 +224,11 @@ class ProcessPlacement(SupervisedPlacement):
 
     def _begin_due(self) -> list[Member]:
         """Begin those of the dead anew whose time has come; returns them."""
+        now = time.monotonic()
         begun = [
             member
             for member in self.crew
-            if time.monotonic() >= self._due.get(member.name, math.inf)
+            if now >= self._due.get(member.name, math.inf)
             and not any(name in self._children for name in self._groups.of(member.name))
         ]
         for member in begun:

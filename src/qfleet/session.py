@@ -83,7 +83,7 @@ class Session:
                     return self._carry_out(restore, whole)
                 except RoleFailure as failure:
                     delay = restarts.delay(failure.role, time.monotonic())
-                    if self._fallen is None or delay is None:
+                    if self._fallen is None or delay is None or self._interrupts.count:
                         raise
                     time.sleep(delay)
                     restore = self._last_checkpoint()

@@ -62,10 +62,9 @@ class ProcessPlacement(SupervisedPlacement):
     `spawn` names the kinds of roles that must not be forked; `threads` gives the threads of torch and OpenMP by kind,
     one where not given. A role that holds a keep and dies or hangs is begun anew, `restarts` times if its deaths follow
     each other quickly; those of a kind in `groups` live and die together, so that all of them are, or all but one if
-    the kind is in `dwindling`, too. It hangs
-    when one of its steps takes longer than `stall` seconds; those of kinds in `brief`, whose steps cost little to be
-    made again, also when a person waits for the end of the run. Kinds in `background` leave a core to any other that
-    wants it. In `lockstep` roles step one at a time, in inline's order.
+    the kind is in `dwindling`, too. It hangs when one of its steps takes longer than `stall` seconds; those of kinds in
+    `brief`, whose steps cost little to be made again, also when a person waits for the end of the run. Kinds in
+    `background` leave a core to any other that wants it. In `lockstep` roles step one at a time, in inline's order.
     """
 
     name = "processes"
@@ -166,7 +165,7 @@ class ProcessPlacement(SupervisedPlacement):
 
     def _judged(self, member: Member, heard: Answer | Report) -> Answer | Report:
         """Return what one of a group said; that its peers are gone is no fault of its own, but the end of its life."""
-        if isinstance(heard, Answer) and heard.lost and len(self._groups.of(member.name)) > 1:
+        if isinstance(heard, Answer) and heard.lost and self._groups.drawn[member.name] > 1:
             return Answer("died", heard.cause, lost=True)
         return heard
 

@@ -77,7 +77,8 @@ def part(batch: Batch, rank: int, ranks: int) -> Batch:
             return {name: rows(leaf) for name, leaf in value.items()}
         return value[rank::ranks].copy() if isinstance(value, np.ndarray) else value
 
-    return replace(batch, **{field.name: rows(getattr(batch, field.name)) for field in fields(batch)} | {"parts": ranks})
+    dealt = {field.name: rows(getattr(batch, field.name)) for field in fields(batch)}
+    return replace(batch, **dealt | {"parts": ranks})
 
 
 def batches(count: int = UPDATES, size: int = 17) -> list[Batch]:

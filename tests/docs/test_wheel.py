@@ -63,6 +63,7 @@ def test_the_metadata_is_that_of_the_project(wheel: Path) -> None:
     assert (ROOT / "README.md").read_text().strip() in str(metadata.get_payload()).strip()
 
 
+@pytest.mark.slow  # a minute: nothing is compiled yet in a new environment
 def test_the_quickstart_runs_where_the_wheel_is_installed(clean: Path, tmp_path: Path) -> None:
     where = _run([clean / "python", "-c", "import qfleet; print(qfleet.__file__)"], clean, tmp_path)
     assert Path(where.strip()).is_relative_to(clean.parent)

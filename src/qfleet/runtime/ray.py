@@ -71,6 +71,8 @@ class RoleActor:
         set_threads(threads)
         self._postman = Postman()
         self._room = MailRoom(holder, routes, self._postman.post, ray.put)
+        self._early: list[tuple[str, tuple[Any, ...]]] = []
+        """Calls of peers that came before it was known who they are, and so could not be answered."""
         self._said: list[Answer] = []
         self._ends = OpenEnds(self._room.open)
         self._worker: Worker | None = None
@@ -79,6 +81,8 @@ class RoleActor:
     def start(self, actors: Mapping[str, Any], search_path: list[str], payload: bytes) -> None:
         """Learn who the others are, then build the role, if there is one; its steps wait for a command."""
         self._postman.actors = actors
+        for method, arguments in self._early:
+            self.mail(method, *arguments)
         sys.path += [folder for folder in search_path if folder not in sys.path]
         try:
             node = cloudpickle.loads(payload)
@@ -93,7 +97,10 @@ class RoleActor:
 
     def mail(self, method: str, *arguments: Any) -> None:
         """Pass a peer's call on to the mail room."""
-        getattr(self._room, method)(*arguments)
+        if self._postman.actors:
+            getattr(self._room, method)(*arguments)
+        else:
+            self._early.append((method, arguments))
 
     def gather(self, cells: dict[tuple[str, int], int]) -> dict[str, int]:
         """At the caller: exchange one holder's counters for the totals."""

@@ -25,6 +25,7 @@ atexit.register(shutil.rmtree, _shared, ignore_errors=True)
 os.environ["QFLEET_CACHE"] = tempfile.mkdtemp()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep what needs Ray together, so that only one of several workers starts it."""
     for item in items:

@@ -374,11 +374,11 @@ def with_changes(experiment: Experiment, changes: Mapping[str, Any]) -> Experime
 def place_learners(tree: dict[str, Any], given: Collection[str]) -> None:
     """Put a run that was given several learners, and no placement, where these are of use: into processes.
 
-    Inline they take turns, for whoever asks for that. Learners that push to parameter servers stay where they are.
+    Inline they take turns, for whoever asks for that.
     """
     several = isinstance(tree["learners"], int) and tree["learners"] > 1
     moved = "learners" in given and "placement" not in given and tree["placement"] == "inline"
-    if several and moved and tree["parallel"]["update"]["kind"] != "server":
+    if several and moved:
         tree["placement"] = "processes"
 
 

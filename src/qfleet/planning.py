@@ -77,7 +77,8 @@ def apply_plan(experiment: Experiment, plan: Plan, fixed: Collection[str] = ()) 
     """
     if (plan.preset, plan.algo) != (experiment.preset, experiment.algo):
         raise ConfigError(
-            f"the plan is for {plan.preset} ({plan.algo}), not for {experiment.preset} ({experiment.algo})"
+            f"the plan is for {plan.preset} ({plan.algo}), not for {experiment.preset} ({experiment.algo}):"
+            f" train {plan.preset} with --algo {plan.algo}, or plan anew"
         )
     if plan.problems:
         raise ConfigError("; ".join(plan.problems))

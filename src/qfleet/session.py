@@ -85,6 +85,7 @@ class Session:
                     delay = restarts.delay(failure.role, time.monotonic())
                     if self._fallen is None or delay is None or self._interrupts.count:
                         raise
+                    self._interrupts.heed()
                     time.sleep(delay)
                     restore = self._last_checkpoint()
 
@@ -122,7 +123,7 @@ class Session:
                 standing=Standing(training_s=0.0 if self._fallen is None else self._fallen.training_s),
             )
             grade = self._announce_start(monitor, grade, restore)
-            self._announce_fall(monitor)
+            self._announce_fall(monitor, restore)
             if plan is not None:
                 monitor.announce({"event": "planned", "text": plan.line()})
             self.run.begun = True
@@ -147,12 +148,13 @@ class Session:
                 self._fallen = Fallen(str(failure), monitor.counts()["updates"], monitor.training_s)
             raise
 
-    def _announce_fall(self, monitor: Monitor) -> None:
+    def _announce_fall(self, monitor: Monitor, restore: checkpoint.Found | None) -> None:
         """Say what a death has cost."""
         if self._fallen is not None:
             updates = monitor.counts()["updates"]
+            where = "the beginning, since there was no checkpoint" if restore is None else "the last checkpoint"
             text = (
-                f"{self._fallen.cause}: all loops were restarted from update {updates}, that of the last checkpoint:"
+                f"{self._fallen.cause}: all loops were restarted from update {updates}, that of {where}:"
                 f" {self._fallen.updates - updates} updates lost"
             )
             monitor.announce({"event": "notice", "role": "fused", "index": 0, "kind": "restarted", "text": text})

@@ -169,7 +169,7 @@ def test_several_learners_bring_their_placement_unless_one_is_given():
         asked = with_changes(preset(name), {"learners": 2, "placement": "inline"})
         assert (asked.placement, asked.fused) == ("inline", True)
     served = with_changes(preset("cartpole"), {"learners": 2, "parallel.update.kind": "server"})
-    assert (served.placement, served.fused) == ("inline", False)
+    assert (served.placement, served.fused) == ("processes", False)
 
 
 @pytest.mark.parametrize(

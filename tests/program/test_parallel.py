@@ -94,7 +94,7 @@ def test_a_split_run_leaves_a_whole_model(tmp_path):
             {"learners": 2, "parallel.update": {"kind": "sharded"}, "parallel.pipeline": 2},
             r"'sharded' needs parallel\.pipeline 1",
         ),
-        ({"parallel.tensor": 2, "learners": 2, "parallel.update": {"kind": "local"}}, r"need parallel\.update\.kind"),
+        ({"parallel.tensor": 2, "learners": 2, "parallel.update": {"kind": "local"}}, r"'local' is for whole networks"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(changes, words, tmp_path):

@@ -219,6 +219,15 @@ def test_restored_messages_come_before_those_of_roles_that_speak_while_they_are_
         stream.receiver.acknowledge()
 
 
+def test_messages_are_restored_once_though_their_receiver_died_of_it(tmp_path: Path) -> None:
+    stream = Reopening(tmp_path, 4, views=False)
+    stream.sender.send(message(10))
+    for _ in range(2):  # a role that dies while others are restored is told to do so again
+        stream.new_receiver()
+        stream.receiver.load([message(1), message(2)])
+    assert [waiting.priority[0, 0] for waiting in stream.receiver.state()] == [1, 2, 10]
+
+
 def test_lack_of_room_for_a_message_names_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create_stream(tmp_path / "edge", 1)
     sender = StreamSender(Bell(socket.socketpair()[0]), tmp_path / "edge", "actor.envs")

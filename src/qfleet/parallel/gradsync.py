@@ -18,7 +18,7 @@ from qfleet.core.failpoints import failpoint
 from qfleet.core.versions import versions
 from qfleet.parallel.group import Group
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _COMPARED, _LONGEST = ("qfleet", "torch", "numpy"), 200
 """Packages that decide about a gradient's bits, and bytes that their versions take at most."""
 _GLOOS_OWN = re.compile(r"^\[[^]]*\] |\. This is typically caused.*", re.DOTALL)
@@ -43,7 +43,7 @@ class GradientGroup(Group):
             gloo: Any = distributed.ProcessGroupGloo  # torch's own stubs leave out most of it
             options = gloo._Options()
             options._devices = [
-                gloo.create_device(hostname=_LOOPBACK) if _local(rendezvous) else gloo.create_default_device()
+                gloo.create_device(hostname=LOOPBACK) if local(rendezvous) else gloo.create_default_device()
             ]
             options._timeout = timeout
             self._group = gloo(self._store, rank, size, options)
@@ -105,6 +105,6 @@ class GradientGroup(Group):
             raise ConnectionError(f"{who}: {what} failed, another rank may be gone: {why}") from error
 
 
-def _local(rendezvous: str) -> bool:
+def local(rendezvous: str) -> bool:
     """Return whether all ranks are on one machine: loopback needs no host name that resolves."""
-    return rendezvous.startswith(("file:", f"tcp://{_LOOPBACK}:", "tcp://localhost:"))
+    return rendezvous.startswith(("file:", f"tcp://{LOOPBACK}:", "tcp://localhost:"))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Literal
 
+import psutil
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from qfleet.core.errors import ConfigError
+from qfleet.parallel.gradsync import LOOPBACK, local
 
 Dimension = Literal["data", "pipeline", "tensor"]
 _DIMENSIONS: tuple[Dimension, ...] = ("data", "pipeline", "tensor")
@@ -61,6 +64,8 @@ class Mesh:
             raise ConfigError("this process has a process group of its own: give each learner rank its own process")
         self.degrees, self.place, self._name = degrees, degrees.place(rank), f"rank {rank} of {size}"
         self.device = _device(device, rank, size, rendezvous)
+        if local(rendezvous):
+            _stay_on_loopback()
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=timeout_s)
         try:
@@ -132,6 +137,13 @@ def check_degrees(degrees: Degrees, size: int) -> None:
         f"a mesh of {degrees} needs {degrees.size} ranks, and there are {size}:"
         f" start {degrees.size} learners, or ask for {fitting}"
     )
+
+
+def _stay_on_loopback() -> None:
+    """Let all groups of this process, which torch makes as it likes, listen where no other machine can reach them."""
+    names = [name for name, addresses in psutil.net_if_addrs().items() if any(a.address == LOOPBACK for a in addresses)]
+    if names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
 
 
 def _lost(error: BaseException | None) -> bool:

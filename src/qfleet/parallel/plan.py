@@ -77,16 +77,17 @@ class ParallelConfig(Config):
         `transitions` says whether the agent learns from single transitions of a replay.
         """
         update, share = self.update, batch_size // learners
-        splits = f"parallel.tensor {self.tensor} and parallel.pipeline {self.pipeline}"
+        degrees = {"tensor": self.tensor, "pipeline": self.pipeline}
+        splits = " and ".join(f"parallel.{name} {degree}" for name, degree in degrees.items() if degree > 1)
         by_update = f"parallel.update.kind '{update.kind}'"
         pieces = splits if self.split > 1 else by_update
         servers = update.servers if isinstance(update, ServerConfig) else 0
         fewer = self.after_death == "fewer"
         return [
             ((self.in_pieces or servers > 0) and not transitions,
-             f"{pieces} needs agent.kind 'replay' without memory"),
+             f"{pieces} needs an agent that learns from single transitions of a replay, such as algo dqn"),
             (self.split > 1 and update.kind not in ("allreduce", "sharded"),
-             f"{splits} need parallel.update.kind 'allreduce', not '{update.kind}'"),
+             f"parallel.update.kind '{update.kind}' is for whole networks, not with {splits}: use 'allreduce'"),
             (self.sharded and self.pipeline > 1,
              f"{by_update} needs parallel.pipeline 1, not {self.pipeline}: stages divide a network already"),
             (self.sharded and learners == 1,

@@ -111,7 +111,8 @@ class Learner(Role):
             self._feed.realign()
         kept = kept or {"life": 0, "state": None}
         if kept["state"] is not None:
-            self._load(kept["state"])
+            own: State = {} if self._first else {"joining": {}}  # what the first rank owes must not be paid twice
+            self._load({**kept["state"], **own})
         self._epoch += keep.life - kept["life"]
         self._commit()
         lost = int(self._far[0]) - self._updates

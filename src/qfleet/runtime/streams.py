@@ -23,7 +23,7 @@ from qfleet.runtime.memory import NoRoom, SlotReader, SlotWriter, attach, create
 
 Cells = NDArray[np.int64]
 
-_SENT, _CLOSED, _TAKEN, _DESERTED, _SLOTS = 0, 1, 8, 9, 16
+_SENT, _CLOSED, _TAKEN, _DESERTED, _LOADED, _SLOTS = 0, 1, 8, 9, 10, 16
 """Where the cells begin; the two sides write to different cache lines."""
 _NUMBER, _GENERATION, _NBYTES, _SLOT_CELLS = range(4)
 """Of a slot: which message it holds (from 1), the generation of its file, and the bytes used."""
@@ -225,7 +225,12 @@ class StreamReceiver:
         return [self._ring.read(number, views=False) for number in range(self._next, int(self._cells[_SENT]))]
 
     def load(self, state: list[Any]) -> None:
-        """Continue with messages that a former run left here; what was sent while roles were built comes after them."""
+        """Continue with messages that a former run left here; what was sent while roles were built comes after them.
+
+        Once: a role that dies while its run is restored is told to do so again, and would find its messages twice.
+        """
+        if self._cells[_LOADED]:
+            return
         capacity = self._ring.capacity
         if len(state) > capacity:
             raise CheckpointError(f"a stream of capacity {capacity} cannot take up {len(state)} messages that waited")
@@ -233,6 +238,7 @@ class StreamReceiver:
         for number, message in enumerate(messages, self._next):
             self._ring.write(number, message)
         self._cells[_SENT] = self._next + len(messages)
+        self._cells[_LOADED] = 1
         self._bell.ring()
 
     def _waiting(self) -> bool:

@@ -225,12 +225,18 @@ def descendants() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != "zombie"
+    except psutil.NoSuchProcess:
+        return False
+
+
 def gone(pids: set[int], seconds: float = 8.0) -> bool:
     """Whether these processes are gone, or only their names are left."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        living = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
-        if not living:
+        if not any(lives(pid) for pid in pids):
             return True
         time.sleep(0.05)
     return False

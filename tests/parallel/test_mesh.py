@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,6 +32,14 @@ def alone(tmp_path: Path) -> Iterator[Mesh]:
     mesh = Mesh(Degrees(), 0, 1, f"file://{tmp_path}/meet", "cpu", 10.0)
     yield mesh
     mesh.close()
+
+
+def test_ranks_of_one_machine_listen_on_loopback_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Torch would take the address of the host's name, which other machines may reach."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    Mesh(Degrees(), 0, 1, f"file://{tmp_path}/meet", "cpu", 10.0).close()
+    addresses = psutil.net_if_addrs()[os.environ["GLOO_SOCKET_IFNAME"]]
+    assert "127.0.0.1" in [one.address for one in addresses]
 
 
 @given(DEGREE, DEGREE, DEGREE)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from qfleet.core import codec
 from qfleet.core.spec import PLAIN, EnvSpec, LeafSpec
 from qfleet.core.types import Batch, Version
 
@@ -74,3 +75,20 @@ def random_batch(rng: np.random.Generator, size: int = 16, reward: float | None 
         version=Version(0, 0),
         global_size=size,
     )
+
+
+class Keep:
+    """A role's memory that outlives it, in the memory of the test."""
+
+    def __init__(self) -> None:
+        self.life = self.gone = 0
+        self.arrays, self.state = {}, None  # type: ignore[var-annotated]
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        return self.arrays.setdefault(name, np.zeros(shape, dtype))
+
+    def commit(self, state: Any) -> None:
+        self.state = codec.roundtrip(state)
+
+    def committed(self) -> Any:
+        return codec.roundtrip(self.state)

@@ -7,36 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from role_cases import Edge, random_batch
+from role_cases import Edge, Keep, random_batch
 from test_actor import make_actor
 from test_evaluator import evaluated, make_evaluator, weights
 from test_learner import make_learner
 from test_replay_shard import experience, make_shard
 
-from qfleet.core import codec
 from qfleet.core.role import DONE, WORKED
 from qfleet.core.types import Version
 from qfleet.roles.actor import Actor
 from qfleet.roles.evaluator import Evaluator
 from qfleet.roles.learner import Learner
 from qfleet.roles.replay_shard import ReplayShard
-
-
-class Keep:
-    """A role's memory that outlives it, in the memory of the test."""
-
-    def __init__(self) -> None:
-        self.life = self.gone = 0
-        self.arrays, self.state = {}, None  # type: ignore[var-annotated]
-
-    def array(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        return self.arrays.setdefault(name, np.zeros(shape, dtype))
-
-    def commit(self, state: Any) -> None:
-        self.state = codec.roundtrip(state)
-
-    def committed(self) -> Any:
-        return codec.roundtrip(self.state)
 
 
 def with_keep(role: Any, handles: Any, keep: Keep) -> Any:

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from role_cases import SPEC, Edge, random_batch
+from role_cases import SPEC, Edge, Keep, random_batch
 
 from qfleet.accel.config import AccelConfig
 from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.heads import ImplicitQuantileConfig
 from qfleet.algo.optim import AdamConfig
 from qfleet.algo.torsos import MlpConfig
+from qfleet.core import codec
 from qfleet.core.errors import QfleetError
 from qfleet.core.role import DONE, WORKED, Idle
 from qfleet.core.types import Batch
@@ -128,8 +129,8 @@ def test_ranks_draw_their_own_numbers_in_turn_as_apart() -> None:
 class Rig:
     """A twin of learners with edges that remember what was sent; the first rank speaks."""
 
-    def __init__(self, plan: str = "all-reduce", ranks: int = 2, **settings: Any) -> None:
-        self.ranks = ranks
+    def __init__(self, plan: str = "all-reduce", ranks: int = 2, keeps: Any = (None,) * 3, **settings: Any) -> None:
+        self.ranks, self.keeps = ranks, keeps
         self.shown = {name: Edge() for name in ("weights", "models", "events")}
         self.batches, self.priorities = ([Edge() for _ in range(ranks)] for _ in range(2))
         self.env_steps, self.updates = Edge(), Edge()
@@ -145,6 +146,7 @@ class Rig:
             score=Edge(),
             env_steps=self.env_steps,
             updates=self.updates,
+            keep=self.keeps[rank],
         )
 
     def learn(self, batch: Batch) -> None:
@@ -204,3 +206,23 @@ def test_a_restored_twin_goes_on_bit_by_bit(plan: str) -> None:
             rest.twin.load_state_dict(cut.twin.state_dict())
         (cut if number < 4 else rest).learn(batch)
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(rest.weights, whole.weights, strict=True))
+
+
+def bits(state: Any) -> tuple[bytes, list[bytes]]:
+    header, arrays = codec.pack(state)
+    return header, [array.tobytes() for array in arrays]
+
+
+def test_after_a_death_no_rank_has_the_compression_memory_of_another() -> None:
+    """The first rank's state is shared; what it still owes would be paid once for each rank."""
+    keeps = [Keep(), Keep()]
+    former, new = Rig("int8", keeps=keeps), Rig("int8").twin.state_dict()["ranks"]
+    for batch in batches(3):
+        former.learn(batch)
+    owed = former.twin.state_dict()["ranks"][0]["joining"]
+    for keep in keeps:
+        keep.life += 1
+    first, second = Rig("int8", keeps=keeps).twin.state_dict()["ranks"]
+    assert bits(first["update"]) == bits(second["update"]) != bits(new[0]["update"])
+    assert bits(first["joining"]) == bits(owed) != bits(new[0]["joining"])
+    assert bits(second["joining"]) == bits(new[1]["joining"])

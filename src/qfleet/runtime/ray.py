@@ -83,6 +83,7 @@ class RoleActor:
         self._postman.actors = actors
         for method, arguments in self._early:
             self.mail(method, *arguments)
+        self._early.clear()
         sys.path += [folder for folder in search_path if folder not in sys.path]
         try:
             node = cloudpickle.loads(payload)

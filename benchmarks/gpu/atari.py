@@ -33,7 +33,7 @@ from qfleet.presets import preset
 MACHINE: dict[str, Any] = {
     "placement": "processes",
     "actors": 6,
-    "actor.envs": 96,
+    "actor.envs": 48,
     "actor.groups": 3,
     "actor.unroll": 4,
     "env.threads": 3,
@@ -52,6 +52,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "fast": {
         "agent.n_step": 3,
         "agent.double": True,
+        "agent.target.period": 500,
         "learner.updates_per_draw": 16,
         "optim.lr": 1e-4,
         "exploration.steps": 200_000,

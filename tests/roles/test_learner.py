@@ -96,6 +96,21 @@ def test_a_busy_learner_publishes_too():
     assert [w.version.number for w in edges["weights"].queue] == [2, 4, 6]
 
 
+def test_a_busy_learner_beside_others_does_not_spend_its_time_on_publishing(monkeypatch):
+    """Atari on a GPU: 3,900 updates a second published every 32 updates, and that took three quarters of the time."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    learner, edges = make_learner(ahead=True, publish_period=1)
+    assert learner.step() == WORKED  # publishes
+    learner._publishing._seconds = 0.01  # as if that had taken so long
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        now += 0.05
+        edges["batches"].send(random_batch(rng))
+        learner.step()
+    assert [w.version.number for w in edges["weights"].queue][:2] == [0, 4]  # 0.2 s after the first
+
+
 def test_nan_in_a_loss_skips_the_update_and_names_it():
     learner, edges = make_learner()
     learner.step()

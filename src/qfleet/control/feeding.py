@@ -21,6 +21,7 @@ from qfleet.replay.storage import PlainColumn, kept_name
 from qfleet.roles.learner import Learner
 from qfleet.roles.learner_setup import LearnerSetup
 from qfleet.roles.learning import build_learning
+from qfleet.roles.publishing import SELDOM
 from qfleet.roles.updating import Updating
 from qfleet.roles.weight_store import snapshot
 
@@ -99,7 +100,7 @@ def _update_seconds(setup: LearnerSetup, batches: list[Batch], rows: _Rows | Non
         made = sum(batch.updates for batch in batches)
         update = seconds_of(lambda: _learn(updating, batches, setup.device)) / made
         publishing = seconds_of(lambda: snapshot(learning.update.flat, Version(), 0))
-    return update + publishing / setup.learner.publish_period
+    return update + min(publishing / setup.learner.publish_period, update / SELDOM)
 
 
 def _learn(updating: Updating, batches: list[Batch], device: str) -> None:

@@ -154,7 +154,7 @@ class Learner(Role):
         if self._account(wait=True):  # with nothing else to do, wait for the device
             self._send_priorities()
             return WORKED
-        wait = 0.0 if self._publishing is None else self._publishing.too_soon()
+        wait = self._too_soon()
         if wait <= 0 and self._publish():
             return WORKED
         if self._feed.exhausted():
@@ -169,7 +169,8 @@ class Learner(Role):
         self._send_priorities()
         if self._batches_seen // period > before // period:
             self._meet()
-            self._publish()
+            if self._too_soon() <= 0:
+                self._publish()
             if self._joining is not None and self._joining.agreed(self._commit_due()):
                 self._commit()
 
@@ -178,6 +179,9 @@ class Learner(Role):
         if self._joining is not None:
             self._joining.meet(self._update, self._batches_seen)
         self._met = self._batches_seen
+
+    def _too_soon(self) -> float:
+        return 0.0 if self._publishing is None else self._publishing.too_soon()
 
     def _publish(self) -> bool:
         """Publish the weights unless the newest are out already, or are in pieces until the ranks meet again."""

@@ -35,7 +35,8 @@ class LearnerConfig(Config):
     evaluated: Literal["online", "target"] = "online"
     """Which network is evaluated and kept: a slowly moving target is an average of the online network."""
     publish_period: int = Field(32, gt=0)
-    """Updates after which weights are published at the latest; an idle learner publishes at once."""
+    """Updates after which a busy learner publishes weights; an idle one does so at once. Beside other processes both
+    do it less often where it would take more than a sixteenth of the learner's time."""
     weights: PackingConfig = PlainWeights()
     """In which form weights travel to actors and inference servers; evaluations and checkpoints have all of them."""
     skips: int = Field(3, gt=0)

@@ -17,8 +17,8 @@ from qfleet.parallel.packing_config import PlainWeights
 from qfleet.roles.learner_setup import LearnerSetup
 from qfleet.roles.weight_store import snapshot
 
-_PUBLISHING = 16
-"""Whoever is idle publishes when so many times as long has passed as the last time took."""
+SELDOM = 16
+"""Beside other roles weights are published when so many times as long has passed as the last time took."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ class Publishing:
         self._bytes += packed_bytes(message)
 
     def too_soon(self) -> float:
-        """Return for how many seconds one who is idle should not publish: all who read weights have work with them.
+        """Return for how many seconds not to publish: it takes time, and all who read weights have work with them.
 
         Where roles take turns, and for actors that wait for new weights, it never is too soon.
         """
         if not self._setup.ahead or self._setup.agent.kind != "replay" or self._published == self._version():
             return 0.0
-        return self._published_at + _PUBLISHING * self._seconds - time.monotonic()
+        return self._published_at + SELDOM * self._seconds - time.monotonic()
 
     def offer_model(self) -> bool:
         """Send a model to the evaluator when the run has passed the next multiple of the evaluation period.

@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 # One thread for each numerical library: several contending ones are slower on small networks.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-all test-gpu check docs lock bench clean
+.PHONY: train test test-all test-gpu chaos check docs lock bench clean
 
 train: $(INSTALLED)  ## Train the cartpole preset with a live panel.
 	$(BIN)/qfleet train cartpole
@@ -19,6 +19,9 @@ test-all: check docs  ## Every test: kills, seeds, cut points, all algorithms.
 
 test-gpu: $(INSTALLED)  ## Every test that needs a CUDA device, and the kernels' own tests on it.
 	$(BIN)/python -m pytest -m gpu
+
+chaos: $(INSTALLED)  ## Kill and stop processes of many runs, as seeds say; goes on where it was cut; fills benchmarks/chaos.md.
+	$(BIN)/python tests/chaos/matrix.py
 
 check: $(INSTALLED)  ## Format, lint, types, import contracts, spelling.
 	$(BIN)/ruff format --check .

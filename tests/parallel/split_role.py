@@ -14,6 +14,9 @@ from qfleet.core.role import DONE, Role, State, Status
 from qfleet.parallel.mesh import Degrees, Mesh
 from qfleet.parallel.split_update import Staging
 
+WAIT_S = 60.0
+"""How long ranks wait for each other at most."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -60,7 +63,7 @@ class Comparing(Role):
             if mesh is None or mesh.degrees != job.degrees:
                 if mesh is not None:
                     mesh.close()
-                mesh = Mesh(job.degrees, s.rank, s.size, f"file://{s.folder}/meet-{s.size}-{number}", "cpu", 60.0)
+                mesh = Mesh(job.degrees, s.rank, s.size, f"file://{s.folder}/meet-{s.size}-{number}", "cpu", WAIT_S)
             found[str(job)] = getattr(split_cases, f"run_{job.what}")(job.case, mesh, job.staging, job.sharded)
         if mesh is not None:
             mesh.close()

@@ -1,0 +1,59 @@
+"""Kills and stops processes of a run at random moments, from a thread that the run knows nothing of."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from typing import Any
+
+import numpy as np
+
+LEAST_S, MOST_S = 0.02, 0.5
+"""Seconds between two faults."""
+PAUSED_S = 1.0
+"""The longest that a process is stopped for."""
+
+
+class Breaker(threading.Thread):
+    """Breaks one process after the other, whatever the run is doing, until it has killed enough or the run is over."""
+
+    def __init__(self, kills: int, pausing: bool, rng: np.random.Generator) -> None:
+        super().__init__(name="breaker", daemon=True)
+        self._kills, self._pausing, self._rng = kills, pausing, rng
+        self._broken: set[int] = set()
+        self._over = threading.Event()
+        self.placement: Any = None
+        self.killed: list[tuple[str, str]] = []
+        """Role and phase of each process that was killed."""
+        self.paused = 0
+
+    def run(self) -> None:
+        while len(self.killed) < self._kills and not self._over.wait(self._rng.uniform(LEAST_S, MOST_S)):
+            if self.placement is None:
+                continue
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                self._break_one()
+
+    def stop(self) -> None:
+        """Break nothing more."""
+        self._over.set()
+        self.join()
+
+    def _break_one(self) -> None:
+        # A copy by `dict` is made in one step of the interpreter: the run's own thread changes the original.
+        pids = dict(self.placement.pids())
+        phases = {f"{report.kind}-{report.index}": report.phase for report in self.placement.reports()}
+        if not pids:
+            return
+        name = str(self._rng.choice(sorted(pids)))
+        if self._pausing and self._rng.random() < 0.3:
+            os.kill(pids[name], signal.SIGSTOP)
+            self._over.wait(self._rng.uniform(0, PAUSED_S))
+            os.kill(pids[name], signal.SIGCONT)
+            self.paused += 1
+        elif pids[name] not in self._broken:
+            os.kill(pids[name], signal.SIGKILL)
+            self._broken.add(pids[name])
+            self.killed.append((name, phases.get(name, "unknown")))

@@ -1,0 +1,129 @@
+"""Runs cases by their seeds, breaks them as they say, and prints for each one line of JSON with what came of it.
+
+    python tests/chaos/case.py SEED [SEED ...]
+
+A case is good when `failed` is empty: the run came to its end by itself, the checker found every transition that was
+acknowledged once and nothing else, counters never went back, every death is in the event log, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "program"))
+
+import numpy as np
+import psutil
+from breaking import Breaker
+from cases import PAUSES, Case, case
+from history import check
+from numbered_env import journals
+from test_kills import Patient, experiment, lives, stored
+
+import qfleet.api as api
+import qfleet.session
+from qfleet.core.failpoints import VARIABLE
+from qfleet.experiment import Experiment
+from qfleet.program import place
+from qfleet.replay import Replay
+from qfleet.replay.samplers import PrioritisedSampler
+from qfleet.runtime.memory import shared_memory_root
+
+ROLES = ("actor-", "replay-", "learner-", "evaluator-", "inference-", "server-")
+Lines = list[dict[str, Any]]
+
+
+def main() -> None:
+    for seed in map(int, sys.argv[1:]):
+        print(json.dumps(verdict(case(seed))), flush=True)
+
+
+def verdict(what: Case) -> dict[str, Any]:
+    """Run a case; return what was done to it, what it cost and, in `failed`, what went wrong."""
+    began, breaker = time.monotonic(), Breaker(what.kills, what.faults == PAUSES, np.random.default_rng(what.seed))
+    found: dict[str, Any] = {"seed": what.seed, "run": what.run, "faults": what.faults, "points": what.points}
+    with tempfile.TemporaryDirectory() as name:
+        try:
+            found |= broken(what, Path(name), breaker)
+            found["failed"] = ""
+        except BaseException as error:
+            breaker.stop()
+            found["failed"] = f"{type(error).__name__}: {error}"
+            found["traceback"] = traceback.format_exc()
+    return found | {"killed": breaker.killed, "paused": breaker.paused, "seconds": round(time.monotonic() - began, 1)}
+
+
+def broken(what: Case, folder: Path, breaker: Breaker) -> dict[str, Any]:
+    """Run a case to its end and check all that was promised."""
+    run = experiment(folder, what.env_steps, **{"checkpoint.every": 1000, **what.settings})
+    os.environ[VARIABLE] = what.points
+    qfleet.session.place = watched(breaker)
+    breaker.start()
+    done = api.train(run, run_dir=folder / "run")
+    breaker.stop()
+    assert done.summary["env_steps"] >= run.env_steps
+    nothing_left()
+    events, metrics = (lines(folder / "run" / name) for name in ("events.jsonl", "metrics.jsonl"))
+    steps = [line["env_steps"] for line in metrics]
+    assert steps == sorted(steps), "the count of environment steps went back"
+    deaths = [event for event in events if event["event"] == "restart"]
+    assert lives(deaths) >= len(breaker.killed) - unseen(breaker, run), "a death is not in the event log"
+    shards = [stored(run, folder / "run", index) for index in range(run.replay.shards)]
+    sound(shards)
+    history = check(shards, journals(folder / "journal"), evicting=run.replay.capacity < run.env_steps)
+    repairs: dict[str, list[float]] = defaultdict(list)
+    for death in deaths:
+        repairs[death["role"]].append(round(death["seconds_to_repair"], 3))
+    return {"deaths": lives(deaths), "sent": history.sent, "stored": history.stored, "repairs": repairs}
+
+
+def watched(breaker: Breaker) -> Any:
+    """Return what makes placements as ever, shows them to the breaker, and lets roles die as often as they like."""
+
+    def placed(*arguments: Any) -> Any:
+        placement: Any = place(*arguments)
+        placement._restarts = Patient()
+        breaker.placement = placement
+        return placement
+
+    return placed
+
+
+def unseen(breaker: Breaker, run: Experiment) -> int:
+    """Return how many deaths need not be told one by one: a group of learners dies as one, and some leave for good."""
+    return sum(name.startswith("learner") for name, _ in breaker.killed) if run.learners > 1 else 0
+
+
+def nothing_left() -> None:
+    """Raise AssertionError if processes or shared memory of the run are still there."""
+    left = [child.name() for child in psutil.Process().children(recursive=True) if child.name().startswith(ROLES)]
+    assert not left, f"processes left behind: {left}"
+    folders = list(shared_memory_root().glob(f"qfleet-{os.getpid()}-*"))
+    assert not folders, f"shared memory left behind: {folders}"
+
+
+def sound(shards: list[Replay]) -> None:
+    """Raise AssertionError unless every item has a priority above 0 and trees are the sums of their leaves."""
+    for sampler in (replay.sampler for replay in shards):
+        if isinstance(sampler, PrioritisedSampler):
+            leaves = sampler.tree.leaves
+            assert np.isclose(sampler.tree.total, leaves.sum()), "the tree is not the sum of its leaves"
+            assert (leaves >= 0).all()
+            assert np.count_nonzero(leaves) == sampler.count
+
+
+def lines(path: Path) -> Lines:
+    """Return what a file of JSON lines has."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    main()

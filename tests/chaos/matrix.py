@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import selectors
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from page import Verdict, page
 
@@ -67,29 +68,44 @@ def deaths(known: dict[int, Verdict]) -> int:
     return sum(found.get("deaths", 0) for found in known.values())
 
 
-def run(seeds: list[int]) -> list[Verdict]:
+def run(seeds: list[int]) -> Iterator[Verdict]:
     """Run cases in a process of their own; one that hangs is ended, and the others go on in a new process."""
-    found: list[Verdict] = []
-    while left := seeds[len(found) :]:
+    done = 0
+    while left := seeds[done:]:
         command = [sys.executable, str(Path(__file__).with_name("case.py")), *map(str, left)]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
         )
-        assert process.stdout is not None
+        said = lines_of(process)
         for seed in left:
-            line = next_line(process.stdout)
-            found.append(json.loads(line) if line else {"seed": seed, "failed": "hang, or its process died"})
+            line = next_of(said)
+            done += 1
+            yield json.loads(line) if line else {"seed": seed, "failed": "hang, or its process died"}
             if not line:
                 break
         end(process, 10.0 if line else 0.0)
-    return found
 
 
-def next_line(stream: IO[str]) -> str:
+def lines_of(process: subprocess.Popen[str]) -> queue.Queue[str]:
+    """Return where the lines that a process prints arrive, and an empty one when it has ended."""
+    said: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.put(line)
+        said.put("")
+
+    threading.Thread(target=read, daemon=True).start()
+    return said
+
+
+def next_of(said: queue.Queue[str]) -> str:
     """Return the next line, or nothing when none comes in time."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(stream, selectors.EVENT_READ)
-        return stream.readline() if selector.select(DEADLINE_S) else ""
+    try:
+        return said.get(timeout=DEADLINE_S)
+    except queue.Empty:
+        return ""
 
 
 def end(process: subprocess.Popen[str], seconds: float) -> None:

@@ -44,7 +44,7 @@ def test_a_case_that_hangs_is_ended_and_named_and_those_after_it_are_run(
     )
     monkeypatch.setattr(matrix, "__file__", str(tmp_path / "matrix.py"))
     monkeypatch.setattr(matrix, "DEADLINE_S", 2.0)
-    found = matrix.run([1, 2, 3])
+    found = list(matrix.run([1, 2, 3]))
     assert [(one["seed"], bool(one["failed"])) for one in found] == [(1, False), (2, True), (3, False)]
 
 

@@ -1,0 +1,60 @@
+"""The recipes for clusters are well formed, name one version of Ray, and never start it without a token."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
+
+
+def cluster(name: str) -> dict[str, Any]:
+    spec: dict[str, Any] = documents(name)[0]["spec"]
+    return spec.get("rayClusterSpec", spec)
+
+
+def test_the_launchers_file_follows_rays_own_rules():
+    pytest.importorskip("ray")
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    validate_config(prepare_config(documents("launcher.yaml")[0]))
+
+
+@pytest.mark.parametrize("name", ["raycluster.yaml", "rayjob.yaml"])
+def test_kubernetes_has_a_token_the_locked_ray_and_a_shared_folder_on_every_pod(name: str) -> None:
+    spec = cluster(name)
+    assert spec["authOptions"] == {"mode": "token"}
+    assert f"ray=={spec['rayVersion']} " in (ROOT / "requirements.lock").read_text()
+    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    for pod in (group["template"]["spec"] for group in groups):
+        (container,) = pod["containers"]
+        assert container["image"] == "qfleet"
+        assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/shared", "/dev/shm"}
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_slurm_script_is_a_script_and_hides_its_token():
+    script = DEPLOY / "slurm.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    commands = [line for line in script.read_text().splitlines() if re.match(r"\s*(srun|ray|qfleet) ", line)]
+    assert commands
+    assert not any("TOKEN" in line for line in commands)
+
+
+def test_every_way_to_start_ray_has_a_token():
+    for path in DEPLOY.iterdir():
+        text = path.read_text()
+        assert "token" in text.lower(), path
+        for line in text.splitlines():
+            if re.search(r"ray start .*--(head|address)", line):
+                assert "RAY_AUTH_TOKEN" in line or path.suffix == ".sh", line

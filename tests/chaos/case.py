@@ -78,7 +78,8 @@ def broken(what: Case, folder: Path, breaker: Breaker) -> dict[str, Any]:
     assert lives(deaths) >= len(breaker.killed) - unseen(breaker, run), "a death is not in the event log"
     shards = [stored(run, folder / "run", index) for index in range(run.replay.shards)]
     sound(shards)
-    history = check(shards, journals(folder / "journal"), evicting=run.replay.capacity < run.env_steps)
+    evicting, ticks = run.replay.capacity < run.env_steps, run.actor.unroll * run.actor.groups
+    history = check(shards, journals(folder / "journal"), evicting, unsent=1 if ticks == 1 else ticks + 1)
     repairs: dict[str, list[float]] = defaultdict(list)
     for death in deaths:
         repairs[death["role"]].append(round(death["seconds_to_repair"], 3))

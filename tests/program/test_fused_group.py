@@ -179,7 +179,7 @@ def test_several_learners_bring_their_placement_unless_one_is_given():
         ({"learner.batch_size": 63}, r"learner\.batch_size 63 is not a multiple of learners 2"),
         ({"parallel.tensor": 2}, r"parallel\.tensor"),
         ({"actors": 2}, r"actors 2"),
-        ({"placement": "ray"}, r"learners 2 needs placement 'processes' or 'inline', not 'ray'"),
+        ({"placement": "ray"}, r"'fused' needs placement 'processes' or 'inline' for learners 2, not 'ray'"),
         ({"network.input": {"normalize": True, "scale": []}}, r"network\.input\.normalize needs one learner"),
         ({"optim.schedule.kind": "plateau"}, r"plateau.* needs one learner"),
     ],

@@ -147,6 +147,10 @@ def test_loops_with_a_replay_go_back_to_the_last_checkpoint_together_and_say_wha
     assert told.startswith("fused[1] failed: its process was killed by SIGKILL")
     assert "all loops were restarted from update" in told
     assert int(told.split()[-3]) > 0
+    (death,) = events_of(run, "restart")
+    assert (death["role"], death["index"], death["life"]) == ("fused", 1, 1)
+    assert death["cause"].startswith("its process was killed by SIGKILL")
+    assert death["seconds_to_repair"] > 0
     assert len(events_of(run, "resumed")) == 1
     assert fingerprint(run) == fingerprint(uncut("cartpole"))
 

@@ -298,9 +298,9 @@ class Experiment(Config):
         reasons = {
             f"needs a tensor-native environment (env.kind 'tensor', as in the preset 'cartpole' or with"
             f" --env.kind tensor --env.game maze), not env.kind '{self.env.kind}'": self.env.kind != "tensor",
-            f"of one learner has no placement '{self.placement}': it is one loop in this process":
+            f"has no placement '{self.placement}' for one learner: it is one loop in this process":
                 several == 1 and self.placement != "inline",
-            f"of learners {several} needs placement 'processes' or 'inline', not 'ray'": self.placement == "ray",
+            f"needs placement 'processes' or 'inline' for learners {several}, not 'ray'": self.placement == "ray",
             f"has one loop for each learner that also acts: actors {self.actors} is for a pipeline": self.actors > 1,
             "has no parameter servers": self.serving is not None,
             "has whole networks, which parallel.tensor, parallel.pipeline and parallel.update.kind 'sharded' divide":

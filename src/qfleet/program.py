@@ -175,7 +175,7 @@ def outlived(experiment: Experiment) -> bool:
 
 
 def _rendezvous(directory: Path) -> str:
-    """Return a place where the ranks of a group meet, as torch.distributed's init method."""
+    """Return a place where the ranks of a group meet; the path is not quoted."""
     return f"file://{directory.resolve()}/{MEETING}{uuid.uuid4().hex}"
 
 

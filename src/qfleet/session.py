@@ -23,7 +23,7 @@ from qfleet.control.plan import Plan
 from qfleet.control.summary import summarise
 from qfleet.core.announcing import heard_by
 from qfleet.core.errors import CheckpointError, RoleFailure
-from qfleet.core.protocols import Placement
+from qfleet.core.protocols import Incident, Placement
 from qfleet.core.spec import EnvSpec
 from qfleet.core.types import Array, Weights
 from qfleet.core.usercode import UserCode
@@ -50,11 +50,13 @@ _SECOND_SIGNAL_S = 0.5
 
 @dataclass(frozen=True)
 class Fallen:
-    """How far a run was whose roles could not be begun anew by themselves."""
+    """How far a run was whose roles could not be begun anew by themselves, and when that was."""
 
-    cause: str
+    failure: RoleFailure
     updates: int
     training_s: float
+    at: float
+    """In seconds of `time.monotonic`."""
 
 
 @dataclass
@@ -71,6 +73,8 @@ class Session:
     _interrupts: Interrupts = field(default_factory=lambda: Interrupts())
     _fallen: Fallen | None = None
     """What a death has undone, until the run goes on."""
+    _falls: int = 0
+    """How often that has happened."""
     _opened: list[Sink] = field(default_factory=list)
     """All sinks, while the run lasts."""
 
@@ -145,16 +149,21 @@ class Session:
             return monitor.run()
         except RoleFailure as failure:
             if failure.died and self.experiment.fused and not outlived(self.experiment):
-                self._fallen = Fallen(str(failure), monitor.counts()["updates"], monitor.training_s)
+                updates, now = monitor.counts()["updates"], time.monotonic()
+                self._fallen = Fallen(failure, updates, monitor.training_s, now)
+                self._falls += 1
             raise
 
     def _announce_fall(self, monitor: Monitor, restore: checkpoint.Found | None) -> None:
-        """Say what a death has cost."""
+        """Tell of a death, and say what it has cost."""
         if self._fallen is not None:
-            updates = monitor.counts()["updates"]
+            failure, updates = self._fallen.failure, monitor.counts()["updates"]
+            repair_s = time.monotonic() - self._fallen.at
+            death = Incident(failure.role, failure.index, failure.cause, self._falls, repair_s)
+            monitor.announce({"event": "restart", **dataclasses.asdict(death)})
             where = "the beginning, since there was no checkpoint" if restore is None else "the last checkpoint"
             text = (
-                f"{self._fallen.cause}: all loops were restarted from update {updates}, that of {where}:"
+                f"{failure}: all loops were restarted from update {updates}, that of {where}:"
                 f" {self._fallen.updates - updates} updates lost"
             )
             monitor.announce({"event": "notice", "role": "fused", "index": 0, "kind": "restarted", "text": text})

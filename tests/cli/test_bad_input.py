@@ -303,6 +303,8 @@ def test_a_configuration_file_cut_anywhere_is_refused_or_complete(capsys: pytest
         ("resume nowhere", "nowhere"),
         ("resume x --env-steps -5", "'env_steps'"),
         ("resume x --env-step 5", "'--env-steps'"),
+        ("resume x --learners 2", "'--learners'. Usage: qfleet resume RUN_DIR"),
+        ("resume x --learners 2", "all other settings are the run's own"),
         ("compare", "usage"),
         ("compare a --out b.png", "'--output'"),
         ("doctor --jason", "'--json'"),

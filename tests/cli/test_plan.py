@@ -165,7 +165,9 @@ def test_a_plan_that_does_not_fit_is_refused_and_nothing_is_left(
         capsys, "train", "mountaincar", "--plan", str(tmp_path / "none"), "--run-dir", str(tmp_path / "r")
     )
     assert missing.code == 2
-    assert "cannot be read as a plan" in missing.err
+    assert f"there is no plan {tmp_path / 'none'}; `qfleet plan PRESET --save" in missing.err
+    folder = command(capsys, "train", "mountaincar", "--plan", str(tmp_path), "--run-dir", str(tmp_path / "r"))
+    assert "cannot be read as a plan" in folder.err
 
 
 @pytest.mark.usefixtures("measured")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from summing_role import Handles, Settings, Summing, gradient
 from qfleet.core.errors import ConfigError
 from qfleet.parallel import gradsync
 from qfleet.parallel.gradsync import GradientGroup
+from qfleet.parallel.mesh import Degrees, Mesh
 from qfleet.runtime.graph import Graph
 from qfleet.runtime.processes import ProcessPlacement
 
@@ -60,6 +62,20 @@ def test_rank_outside_the_group_is_refused() -> None:
 def test_nobody_else_comes_is_an_error_within_the_timeout(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match="rank 0 of 2: meeting"):
         GradientGroup(0, 2, f"file://{tmp_path}/meet", 0.5)
+
+
+@pytest.mark.parametrize("name", ["lr=0.1 #2", "what?", "100%", "a%20b", "umläut&;="])
+def test_ranks_meet_in_folders_of_any_name(name: str, tmp_path: Path) -> None:
+    """Torch reads a path as an address, of which only a part would be left."""
+    folder = tmp_path / name
+    folder.mkdir()
+
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(lambda rank: GradientGroup(rank, 2, f"file://{folder}/meet", 20.0), range(2)))
+    mesh = Mesh(Degrees(), 0, 1, f"file://{folder}/mesh", "cpu", 10.0)
+    assert [path.name for path in tmp_path.iterdir()] == [name], "nothing is written beside it"
+    for rank in (*groups, mesh):
+        rank.close()
 
 
 def test_ranks_of_other_versions_are_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:

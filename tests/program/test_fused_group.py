@@ -147,6 +147,10 @@ def test_loops_with_a_replay_go_back_to_the_last_checkpoint_together_and_say_wha
     assert told.startswith("fused[1] failed: its process was killed by SIGKILL")
     assert "all loops were restarted from update" in told
     assert int(told.split()[-3]) > 0
+    (death,) = events_of(run, "restart")
+    assert (death["role"], death["index"], death["life"]) == ("fused", 1, 1)
+    assert death["cause"].startswith("its process was killed by SIGKILL")
+    assert death["seconds_to_repair"] > 0
     assert len(events_of(run, "resumed")) == 1
     assert fingerprint(run) == fingerprint(uncut("cartpole"))
 
@@ -179,7 +183,7 @@ def test_several_learners_bring_their_placement_unless_one_is_given():
         ({"learner.batch_size": 63}, r"learner\.batch_size 63 is not a multiple of learners 2"),
         ({"parallel.tensor": 2}, r"parallel\.tensor"),
         ({"actors": 2}, r"actors 2"),
-        ({"placement": "ray"}, r"learners 2 needs placement 'processes' or 'inline', not 'ray'"),
+        ({"placement": "ray"}, r"'fused' needs placement 'processes' or 'inline' for learners 2, not 'ray'"),
         ({"network.input": {"normalize": True, "scale": []}}, r"network\.input\.normalize needs one learner"),
         ({"optim.schedule.kind": "plateau"}, r"plateau.* needs one learner"),
     ],

@@ -16,6 +16,7 @@ import qfleet.session
 from qfleet.control.monitor import Callbacks
 from qfleet.core.failpoints import VARIABLE
 from qfleet.program import place
+from qfleet.runtime import checkpoint
 
 ROLES = ("actor-0", "actor-1", "replay-0", "replay-1", "learner-0", "learner-1", "evaluator-0")
 TWO = {"learners": 2, "replay.shards": 2}
@@ -54,6 +55,24 @@ def test_nothing_is_lost_by_deaths_beside_two_learners(
     assert "/" in points or {"replay-0", "learner-0", "actor-0"} <= died
     assert found.sent > 1200
     assert found.stored == found.sent
+
+
+@pytest.mark.parametrize(
+    ("times", "deaths"), [("", 1), pytest.param(":always", 5, marks=pytest.mark.slow)], ids=["once", "again and again"]
+)
+def test_a_worker_that_dies_before_it_acknowledges_a_batch_stays_in_step(
+    times: str, deaths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would send the batch's gradient a second time, in the next round; after four of these all would wait."""
+    monkeypatch.setenv(VARIABLE, f"worker-1/channel.before_ack:kill@28{times}")
+    servers = {"learners": 2, "parallel.update": {"kind": "server", "servers": 2, "mode": "sync"}}
+    run = experiment(tmp_path, 1500, **servers)
+    found, died = survive(run, tmp_path, monkeypatch)
+    assert [death["role"] for death in died].count("worker") >= deaths
+    assert found.stored == found.sent
+    last = checkpoint.complete(tmp_path / "run" / "checkpoints")[-1]
+    workers = [checkpoint.read_state(last, f"worker-{index}")["link"] for index in range(2)]
+    assert workers[0]["marks"][0] == workers[1]["marks"][0] == workers[0]["origin"][2] == workers[1]["origin"][2]
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def part_of(batch: Batch, rank: int, ranks: int) -> Batch:
 
 
 class Fleet:
-    """S servers and W workers, of which each has a stream of batches."""
+    """S servers and W workers, of which each has a stream of batches, or several in `feeds`."""
 
     def __init__(
         self,
@@ -80,11 +80,13 @@ class Fleet:
         compression: Any = None,
         stream: Callable[[int], LocalStream] = lambda worker: LocalStream(2, same),
         learner: LearnerSetup | None = None,
+        feeds: list[list[LocalStream]] | None = None,
         **serving: Any,
     ) -> None:
         self.learner = learner or learner_setup()
         self.config = ServerConfig(servers=servers, **serving)
-        self.batches = [LocalStream(1000, same) for _ in range(workers)]
+        self._feeds = feeds or [[LocalStream(1000, same)] for _ in range(workers)]
+        self.batches = [streams[0] for streams in self._feeds]
         self.pushes = [[stream(worker) for _ in range(servers)] for worker in range(workers)]
         self.latest = [LocalLatest(same) for _ in range(servers)]
         names = ("weights", "models", "events", "env_steps", "updates", "priorities", "server_events")
@@ -110,8 +112,8 @@ class Fleet:
     def _worker(self, index: int) -> GradientWorker:
         first = index == 0
         handles = WorkerHandles(
-            batches=(self.batches[index],),
-            priorities=(self.edges["priorities"],),
+            batches=tuple(self._feeds[index]),
+            priorities=tuple(self.edges["priorities"] for _ in self._feeds[index]),
             gradients=tuple(self.pushes[index]),
             slices=tuple(LocalSubscriber(value) for value in self.latest),
             weights=self.edges["weights"] if first else None,
@@ -170,8 +172,9 @@ class Fleet:
 def feed(fleet: Fleet, batches: Iterable[Batch]) -> None:
     """Give every worker its part of each batch, as a replay shard does in mode sync."""
     for batch in batches:
+        drawn = dataclasses.replace(batch, draw=fleet.batches[0].sent() + 1)
         for rank, stream in enumerate(fleet.batches):
-            stream.send(part_of(batch, rank, len(fleet.batches)))
+            stream.send(part_of(drawn, rank, len(fleet.batches)))
 
 
 def push(worker: int, sequence: int, values: np.ndarray, version: int = 0) -> GradientPush:

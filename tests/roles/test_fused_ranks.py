@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from role_cases import Edge
 
 from qfleet.accel import choices
 from qfleet.accel.hardware import Hardware
@@ -30,7 +31,7 @@ from qfleet.experiment import with_changes
 from qfleet.parallel.plan import ParallelConfig
 from qfleet.presets import preset
 from qfleet.presets.algorithms import apply
-from qfleet.roles.fused import FusedSetup
+from qfleet.roles.fused import FusedHandles, FusedSetup
 from qfleet.roles.fused.choices import choose
 from qfleet.roles.fused.replay_loop import ReplayLoop
 from qfleet.roles.fused.rollout_loop import RolloutLoop
@@ -38,6 +39,7 @@ from qfleet.roles.fused.shares import SharedGradient
 from qfleet.roles.fused.snapshots import Snapshots
 from qfleet.roles.fused.team import Team
 from qfleet.roles.learner_setup import GroupConfig
+from qfleet.roles.twin import FusedTwin, TwinHandles
 from qfleet.runtime.keeps import LocalKeep
 from qfleet.setups import fused_setup
 
@@ -213,6 +215,23 @@ def test_a_loss_that_is_not_finite_is_skipped_by_all_and_its_rank_is_named(kind:
     assert first[0] == 0
     assert first[1] > 0
     assert first[2:] == ([1], True)
+
+
+def test_a_rank_that_learns_apart_and_skips_updates_is_named_by_the_first() -> None:
+    parallel = ParallelConfig.model_validate({"update": {"kind": "local", "period": 3}})
+    run = replace(setup("pqn", **{"learner.skips": 100}), parallel=parallel)
+    setups = tuple(replace(run, group=GroupConfig(rank, RANKS, "")) for rank in range(RANKS))
+    events = Edge()
+    handles = tuple(FusedHandles(events if rank == 0 else None, Edge(), Edge(), Edge()) for rank in range(RANKS))
+    twin = FusedTwin(setups, TwinHandles(handles))
+    spoiled: Any = twin._ranks[1]
+    tick = spoiled._loop.tick
+    spoiled._loop.tick = lambda: (lambda ticked, reward: (ticked, reward * torch.nan))(*tick())
+    while not events.queue or events.queue[-1].kind != "skipped_update":
+        twin.step()
+    assert events.queue[-1].text == "3 updates of rank 1 before update 4 were not finite: skipped"
+    assert spoiled.metrics()["skipped_updates"] == 3
+    twin.close()
 
 
 def test_ranks_that_learn_apart_meet_and_then_are_the_same() -> None:

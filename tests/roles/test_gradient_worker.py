@@ -212,23 +212,41 @@ def test_the_target_follows_over_all_versions_that_went_by(rule: Any) -> None:
     assert np.unique(target.to_numpy()).tolist() == [2.0]
 
 
-def test_a_batch_that_is_not_finite_is_skipped_and_the_next_takes_its_place_in_the_round() -> None:
-    fleet = Fleet(workers=2)
-    good, bad = batches(2), random_batch(np.random.default_rng(5), 12, reward=np.nan)
-    fleet.batches[0].send(part_of(good[0], 0, 2))
-    for batch in (bad, good[0]):
-        fleet.batches[1].send(part_of(batch, 1, 2))
+def test_a_batch_that_is_not_finite_is_named_and_left_out_of_its_round() -> None:
+    setup = learner_setup(optim=SgdConfig(lr=0.1, max_grad_norm=None))
+    fleet, alone = (Fleet(workers=workers, servers=2, learner=setup) for workers in (2, 1))
+    (good,), bad = batches(1), random_batch(np.random.default_rng(5), 12, reward=np.nan)
+    fleet.batches[0].send(part_of(good, 0, 2))
+    fleet.batches[1].send(part_of(bad, 1, 2))
     fleet.run()
-    assert fleet.versions == [1]
+    assert fleet.versions == [1, 1]
     kinds = {notice.kind: notice for notice in fleet.edges["events"].queue}
     assert kinds["skipped_update"].index == 1
     assert "update 1: the loss or its gradient is not finite; worker 1" in kinds["skipped_update"].text
     assert fleet.workers[1].metrics()["skipped_updates"] == 1
-    assert len(fleet.edges["priorities"].queue) == 2
-    clean = Fleet(workers=2)
-    feed(clean, good[:1])
-    clean.run()
-    assert np.array_equal(clean.parameters, fleet.parameters)
+    assert len(fleet.edges["priorities"].queue) == 1
+    assert not [notice for notice in fleet.edges["server_events"].queue if notice.kind == "rejected_gradient"]
+    alone.batches[0].send(part_of(good, 0, 2))
+    alone.run()
+    assert np.array_equal(alone.parameters, fleet.parameters)
+
+
+@pytest.mark.parametrize("compression", [None, TopKConfig(fraction=0.2, warmup=0), SignConfig()])
+def test_a_worker_that_skips_batches_stays_in_step_with_the_others(compression: Any) -> None:
+    """Else it is ahead by as many batches, and the shard, which sends to all or to none, finds its stream empty and the
+    others' full."""
+    fleet = Fleet(workers=2, servers=2, compression=compression)
+    fleet.run()
+    for number, batch in enumerate(batches(12), 1):
+        bad = dataclasses.replace(batch, reward=np.full(12, np.nan, np.float32))
+        for rank in range(2):
+            skips = number % 2 == 0 and (rank == 1 or number % 4 == 0)
+            fleet.batches[rank].send(part_of(bad if skips else batch, rank, 2))
+    fleet.run()
+    assert [len(stream.queue) for stream in fleet.batches] == [0, 0]
+    assert fleet.versions == [12, 12]
+    assert [worker.metrics()["skipped_updates"] for worker in fleet.workers] == [3, 6]
+    assert np.isfinite(fleet.parameters).all()
 
 
 def test_several_in_a_row_stop_the_run_and_name_the_worker() -> None:

@@ -15,7 +15,7 @@ from role_cases import SPEC, Edge, Keep, random_batch
 from qfleet.accel.config import AccelConfig
 from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.heads import ImplicitQuantileConfig
-from qfleet.algo.optim import AdamConfig
+from qfleet.algo.optim import AdamConfig, SgdConfig
 from qfleet.algo.torsos import MlpConfig
 from qfleet.core import codec
 from qfleet.core.errors import QfleetError
@@ -197,6 +197,32 @@ def test_a_rank_whose_loss_is_not_finite_is_named_and_no_rank_learns() -> None:
         rig.learn(batch)
 
 
+def test_a_rank_that_learns_apart_and_skips_an_update_is_named_when_all_meet() -> None:
+    rig = Rig("local", ranks=3, publish_period=4)
+    for number, batch in enumerate(batches(8)):
+        if number in (1, 3):
+            batch.reward[1::3] = np.nan
+        rig.learn(batch)
+    told = [notice.text for notice in rig.shown["events"].queue if notice.kind == "skipped_update"]
+    assert told == ["2 updates of learner 1 before update 4 were not finite: skipped"]
+    assert rig.twin.metrics()["skipped_updates"] == 0
+
+
+@pytest.mark.parametrize("plan", ["all-reduce", "local", "int8"])
+def test_ranks_that_learn_from_different_draws_are_named_with_them(plan: str) -> None:
+    """Their weights would be the same all the same, but for those of ranks that learn apart, which may differ."""
+    rig = Rig(plan, ranks=3, publish_period=4)
+    for number, batch in enumerate(batches(8), 1):
+        for rank, edge in enumerate(rig.batches):
+            behind = number > 5 and rank == 1
+            edge.send(replace(part(batch, rank, 3), draw=number - behind))
+    for _ in range(7):
+        assert rig.twin.step() == WORKED
+    text = "different draws: rank 0 from 8 of shard 0, rank 1 from 7 of shard 0, at update 8"
+    with pytest.raises(QfleetError, match=text):
+        rig.twin.step()
+
+
 @pytest.mark.parametrize("plan", ["all-reduce", "local", "int8", "topk", "powersgd"])
 def test_a_restored_twin_goes_on_bit_by_bit(plan: str) -> None:
     whole, cut, rest = (Rig(plan, ranks=3) for _ in range(3))
@@ -206,6 +232,51 @@ def test_a_restored_twin_goes_on_bit_by_bit(plan: str) -> None:
             rest.twin.load_state_dict(cut.twin.state_dict())
         (cut if number < 4 else rest).learn(batch)
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(rest.weights, whole.weights, strict=True))
+
+
+def test_ranks_go_on_apart_from_a_run_in_which_they_were_one_and_the_other_way_round() -> None:
+    former, apart, one = (Rig(plan, ranks=3) for plan in ("all-reduce", "local", "all-reduce"))
+    given = batches(12)
+    for batch in given[:4]:
+        former.learn(batch)
+    apart.twin.load_state_dict(codec.roundtrip(former.twin.state_dict()))
+    assert all(np.array_equal(now, former.weights[0]) for now in apart.weights)
+    for number, batch in enumerate(given[4:8], 1):
+        apart.learn(batch)
+        same = [np.array_equal(apart.weights[0], other) for other in apart.weights[1:]]
+        assert same == [number == 3] * 2, "they met at the checkpoint, and every third update since"
+    one.twin.load_state_dict(codec.roundtrip(apart.twin.state_dict()))
+    assert all(np.array_equal(now, apart.weights[0]) for now in one.weights)
+    for batch in given[8:]:
+        one.learn(batch)
+    assert all(np.array_equal(now, one.weights[0]) for now in one.weights)
+
+
+def test_parts_of_different_sizes_count_every_sample_alike_where_ranks_learn_apart() -> None:
+    """With plain averaging after each plain step, all ranks together make the step of one."""
+    sgd = SgdConfig(lr=0.1, max_grad_norm=None)
+    plan = ParallelConfig.model_validate({"update": {"kind": "local", "period": 1, "outer_lr": 1, "outer_momentum": 0}})
+    own = replace(setup("all-reduce"), optim=sgd)
+    alone = build_learning(own, "learner", None).update
+    begun, given = alone.flat.to_numpy(), batches(5, size=7)
+    for batch in given:
+        alone(batch)
+
+    def together(ranks: int) -> list[np.ndarray]:
+        turns = Turns(ranks)
+
+        def work(rank: int) -> np.ndarray:
+            joining = Joining(plan, TurnGroup(rank, turns), own.seed)
+            update = build_learning(replace(own, parallel=plan), "learner", joining).update
+            for batch in given:
+                update(part(batch, rank, ranks))
+            return update.flat.to_numpy()
+
+        return turns.together(work)
+
+    for ranks in (2, 3, 4):
+        for found in together(ranks):
+            assert np.linalg.norm(found - alone.flat.to_numpy()) <= 1e-5 * np.linalg.norm(found - begun)
 
 
 def bits(state: Any) -> tuple[bytes, list[bytes]]:
@@ -225,4 +296,16 @@ def test_after_a_death_no_rank_has_the_compression_memory_of_another() -> None:
     first, second = Rig("int8", keeps=keeps).twin.state_dict()["ranks"]
     assert bits(first["update"]) == bits(second["update"]) != bits(new[0]["update"])
     assert bits(first["joining"]) == bits(owed) != bits(new[0]["joining"])
+    assert bits(second["joining"]) == bits(new[1]["joining"])
+
+
+def test_a_rank_that_had_left_when_its_run_was_saved_owes_nothing_when_it_is_back() -> None:
+    """Its place in the checkpoint has the first rank's state."""
+    former, resumed = Rig("topk"), Rig("topk")
+    for batch in batches(3):
+        former.learn(batch)
+    state, new = former.twin.state_dict()["ranks"], Rig("topk").twin.state_dict()["ranks"]
+    resumed.twin.load_state_dict(codec.roundtrip({"ranks": [state[0], state[0]]}))
+    first, second = resumed.twin.state_dict()["ranks"]
+    assert bits(first["joining"]) == bits(state[0]["joining"])
     assert bits(second["joining"]) == bits(new[1]["joining"])

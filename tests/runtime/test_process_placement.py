@@ -93,6 +93,13 @@ def test_failure_brings_the_traceback_of_the_child() -> None:
     assert 'raise ValueError("boom")' in "".join(failure.__notes__)
 
 
+def test_settings_that_a_role_refuses_are_told_before_who_found_them() -> None:
+    graph = Graph()
+    graph.add(Faulty, Settings(fault="settings"), Handles())
+    with pytest.raises(ConfigError, match=r"^tensor 3 does not divide 64 \(found by faulty-0\)"):
+        ProcessPlacement(graph)
+
+
 def test_blocked_role_reports_its_phase_and_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_STOP_S", 0.2)
     graph = Graph()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from qfleet.core.errors import ConfigError
 from qfleet.core.protocols import Counter, Keep, Publisher, Receiver, Sender, Subscriber
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.types import Priorities, Version, Weights
@@ -202,6 +203,8 @@ class Faulty(Toy):
         super().__init__(settings, handles)
         if settings.fault == "build":
             raise ValueError("cannot be made")
+        if settings.fault == "settings":
+            raise ConfigError("tensor 3 does not divide 64")
 
     def step(self) -> Status:
         self.position += 1

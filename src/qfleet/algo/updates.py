@@ -229,7 +229,8 @@ def _in_turn(learned: list[Learned]) -> Learned:
 class RolloutUpdate(DeepUpdate):
     """Epochs of gradient steps on the minibatches of one rollout (PQN).
 
-    Each step's gradient is the mean over this rank's minibatch, so a hook that sums over ranks must divide by them.
+    A step's gradient is the mean over a minibatch. Ranks that share one have parts of that, which a hook sums as they
+    are: whoever computes a part divides by the samples of all (`roles.fused.shares`).
     """
 
     target = None

@@ -78,8 +78,8 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[Given]]:
     return loose, given
 
 
-def unknown_flag(flag: Given, known: Iterable[str]) -> ConfigError:
-    """Return the error for a flag that names no setting, with the nearest one."""
+def unknown_flag(flag: Given, known: Iterable[str], otherwise: str = "") -> ConfigError:
+    """Return the error for a flag that names no setting, with the nearest one, or what to say where none is near."""
 
     def nearness(name: str) -> float:
         same_end = name.rpartition(".")[2] == flag.name.rpartition(".")[2]
@@ -88,7 +88,7 @@ def unknown_flag(flag: Given, known: Iterable[str]) -> ConfigError:
         return alike + (_SAME_END if same_end else 0.0)
 
     nearest = max(known, key=nearness)
-    hint = f" Did you mean '{flag_of(nearest)}'?" if nearness(nearest) >= _NEAR else ""
+    hint = f" Did you mean '{flag_of(nearest)}'?" if nearness(nearest) >= _NEAR else otherwise
     return ConfigError(f"unknown flag '{flag.flag}'.{hint}")
 
 
@@ -122,7 +122,7 @@ def parse_options(model: type[O], words: Sequence[str], positional: str, usage: 
     values: dict[str, Any] = {}
     for flag in given:
         if flag.name not in settings or flag.name == positional:
-            raise unknown_flag(flag, [name for name in settings if name != positional])
+            raise unknown_flag(flag, [name for name in settings if name != positional], f" Usage: {usage}")
         value, rest = read_option(settings[flag.name], flag)
         values[flag.name] = value
         loose += rest

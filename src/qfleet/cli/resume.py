@@ -34,7 +34,7 @@ def run(words: Sequence[str]) -> int:
         options = [setting for setting in settings_of(ResumeOptions, {}) if setting.name != "run_dir"]
         print(help_page(USAGE, "Go on with a run from its newest good checkpoint.", options))
         return 0
-    given = parse_options(ResumeOptions, words, "run_dir", USAGE)
+    given = parse_options(ResumeOptions, words, "run_dir", f"{USAGE} (all other settings are the run's own)")
 
     from qfleet import api
     from qfleet.cli.panel import make_console_sink

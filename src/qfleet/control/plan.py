@@ -83,6 +83,8 @@ class Plan(Config):
         """Load a saved plan; refuses anything that is not one, naming the file and the field."""
         try:
             tree: Any = yaml.safe_load(path.read_text())
+        except FileNotFoundError:
+            raise ConfigError(f"there is no plan {path}; `qfleet plan PRESET --save {path}` makes one") from None
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"{path}: cannot be read as a plan ({error})") from error
         try:

@@ -22,7 +22,7 @@ class GradientPush:
     version: int
     """That of the server's slice that the gradient was computed at."""
     payload: list[Tensor]
-    """The gradient [N] in the form that the run's compression gives it."""
+    """The gradient [N] in the form that the run's compression gives it; empty where a batch gave none."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,18 +128,33 @@ def _parted(runs: Sequence[Run]) -> list[list[Run]]:
     for run in runs:
         parts.setdefault(frozenset(run.settings.items()), []).append(run)
     shared = frozenset.intersection(*parts)
-    own = [_differences(part[0], shared) for part in parts.values()]
-    for length in range(max(map(len, own)) + 1):
-        labels = [", ".join(f"{name}={value}" for name, value in settings[:length]) for settings in own]
-        if len(set(labels)) == len(labels):
-            break
+    own = [
+        {name: value for name, value in part[0].settings.items() if (name, value) not in shared}
+        for part in parts.values()
+    ]
+    labels = _told_apart(own)
     return [[_labelled(run, label) for run in part] for part, label in zip(parts.values(), labels, strict=True)]
 
 
-def _differences(run: Run, shared: frozenset[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the settings that not all runs share; kinds first: where they differ, so does most of their section."""
-    own = [setting for setting in run.settings.items() if setting not in shared]
-    return sorted(own, key=lambda setting: not setting[0].endswith("kind"))
+def _told_apart(settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return a label for each of several different settings: those that it takes to tell it from the others.
+
+    Kinds come first: where they differ, so does most of their section.
+    """
+    if len(settings) == 1:
+        return [""]
+    names = sorted({name: None for one in settings for name in one}, key=lambda name: not name.endswith("kind"))
+    first = next(name for name in names if len({one.get(name) for one in settings}) > 1)
+    labels = [""] * len(settings)
+    for value in {one.get(first) for one in settings}:
+        places = [place for place, one in enumerate(settings) if one.get(first) == value]
+        further = _told_apart([settings[place] for place in places])
+        for place, rest in zip(places, further, strict=True):
+            # Who has no such setting has others in its place.
+            own = [f"{name}={settings[place][name]}" for name in names if name in settings[place]]
+            told = f"{first}={value}" if value is not None else "" if rest else "".join(own[:1])
+            labels[place] = ", ".join(filter(None, (told, rest)))
+    return labels
 
 
 def _labelled(run: Run, label: str) -> Run:

@@ -18,7 +18,7 @@ from qfleet.core.failpoints import failpoint
 from qfleet.core.versions import versions
 from qfleet.parallel.group import Group
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, _FILE = "127.0.0.1", "file://"
 _COMPARED, _LONGEST = ("qfleet", "torch", "numpy"), 200
 """Packages that decide about a gradient's bits, and bytes that their versions take at most."""
 _GLOOS_OWN = re.compile(r"^\[[^]]*\] |\. This is typically caused.*", re.DOTALL)
@@ -38,8 +38,7 @@ class GradientGroup(Group):
         self.rank, self.size = rank, size
         timeout = timedelta(seconds=timeout_s)
         with self._explained(f"meeting at {rendezvous}"):
-            self._store, _, _ = next(meet(rendezvous, rank, size, timeout=timeout))
-            self._store.set_timeout(timeout)
+            self._store = meeting_store(rendezvous, rank, size, timeout)
             gloo: Any = distributed.ProcessGroupGloo  # torch's own stubs leave out most of it
             options = gloo._Options()
             options._devices = [
@@ -105,6 +104,17 @@ class GradientGroup(Group):
             raise ConnectionError(f"{who}: {what} failed, another rank may be gone: {why}") from error
 
 
+def meeting_store(rendezvous: str, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return torch's store at the place where ranks meet; who asks it for something waits so long at most."""
+    if rendezvous.startswith(_FILE):
+        # Torch's own reading of an address would end the path at a '#' or '?'.
+        store: Any = distributed.FileStore(rendezvous.removeprefix(_FILE), size)  # type: ignore[attr-defined]
+    else:
+        store, _, _ = next(meet(rendezvous, rank, size, timeout=timeout))
+    store.set_timeout(timeout)
+    return store
+
+
 def local(rendezvous: str) -> bool:
     """Return whether all ranks are on one machine: loopback needs no host name that resolves."""
-    return rendezvous.startswith(("file:", f"tcp://{LOOPBACK}:", "tcp://localhost:"))
+    return rendezvous.startswith((_FILE, f"tcp://{LOOPBACK}:", "tcp://localhost:"))

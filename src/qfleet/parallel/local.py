@@ -54,7 +54,9 @@ class LocalStep(GradientStep):
 
     def __call__(self, loss: Tensor) -> tuple[bool, Tensor]:
         """Make one step along `flat.gradients`; meet the others if it is time."""
-        self.flat.gradients.mul_(self._ranks)  # the loss is a share of the whole batch's, here it is a batch of its own
+        # The loss is a share of the whole batch's; here it is a batch of its own. Parts may differ by a sample: a rank
+        # that has more goes further, so that in the mean of the ways every sample counts alike.
+        self.flat.gradients.mul_(self._ranks)
         made, norm = super().__call__(loss)
         self._tried += 1
         if self._tried % self._config.period == 0:
@@ -77,9 +79,10 @@ class LocalStep(GradientStep):
         return {**super().state_dict(), "meeting": meeting}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Continue from what `state_dict` returned; ranks that were one before have just met."""
         super().load_state_dict(state)
-        meeting = state["meeting"]
+        nowhere = {"tried": 0, "anchor": self.flat.parameters, "momentum": torch.zeros_like(self._momentum)}
+        meeting = state.get("meeting", nowhere)
         self._tried = meeting["tried"]
         self._anchor.copy_(torch.as_tensor(meeting["anchor"]))
         self._momentum.copy_(torch.as_tensor(meeting["momentum"]))

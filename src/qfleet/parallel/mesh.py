@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from qfleet.core.errors import ConfigError
-from qfleet.parallel.gradsync import LOOPBACK, local
+from qfleet.parallel.gradsync import LOOPBACK, local, meeting_store
 
 Dimension = Literal["data", "pipeline", "tensor"]
 _DIMENSIONS: tuple[Dimension, ...] = ("data", "pipeline", "tensor")
@@ -69,7 +69,8 @@ class Mesh:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=timeout_s)
         try:
-            distributed.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size, timeout=timeout)
+            store = meeting_store(rendezvous, rank, size, timeout)
+            distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         except RuntimeError as error:
             raise ConnectionError(f"{self._name}: meeting at {rendezvous} failed: {error}") from error
         self._mesh = init_device_mesh(self.device.type, astuple(degrees), mesh_dim_names=_DIMENSIONS)

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qfleet.core.protocols import Receiver, Sender
 from qfleet.core.role import State
 from qfleet.core.types import Batch, Priorities, Rollout, SequenceBatch, Standing
 
 Learnable = Batch | SequenceBatch | Rollout
+Turns = NDArray[np.float64]
 _NO_MORE = 2**62
 """The number of the next draw where there is none."""
 
@@ -59,7 +61,7 @@ class Feed:
         self._earned = [0.0 for _ in batches]
         self._ended = [False for _ in batches]
         self._since: list[int | None] = [0 for _ in batches]
-        """The first draw of each shard that no rank has behind it; None when they have still to find out."""
+        """The first draw of each shard that is still to be learned from; None when the ranks have to find out."""
         self._highest = 0.0
         self.awaited = batches
         """What a message must come from when there is none now."""
@@ -96,9 +98,10 @@ class Feed:
         """Return the next message of a stream that all ranks have still before them."""
         stream = self._batches[number]
         while (message := stream.receive()) is not None:
-            if isinstance(message, Rollout) or self._company is None:
+            if isinstance(message, Rollout):
                 return message
-            if message.parts == self._company.replicas and message.draw >= self._first(number, message.draw):
+            cut_for_others = self._company is not None and message.parts != self._company.replicas
+            if not cut_for_others and message.draw >= self._first(number, message.draw):
                 return message
         self._ended[number] = stream.exhausted()
         if self._ended[number]:
@@ -118,6 +121,17 @@ class Feed:
         another may have behind it."""
         if self._company is not None:
             self._since = [None for _ in self._batches]
+
+    def resume_after(self, shard: int, draw: int, turns: Turns) -> None:
+        """Go on as after that draw of a shard, when `turns` stood as they do here; it may still be in the stream."""
+        self._since[shard] = draw + 1
+        self._earned = turns[0].tolist()
+        self._known = [Standing(mass, 1.0) for mass in turns[1].tolist()]
+
+    @property
+    def turns(self) -> Turns:
+        """[2, S] what each shard has earned, and the mass that it told last: whose turn is next follows from these."""
+        return np.array([self._earned, [one.mass for one in self._known]])
 
     def exhausted(self) -> bool:
         """Return whether nothing will come any more, after `receive` has found nothing."""

@@ -37,7 +37,7 @@ from qfleet.core.types import (
     Weights,
 )
 from qfleet.replay.allocation import zeros
-from qfleet.roles.feed import Feed, Learnable
+from qfleet.roles.feed import Feed, Learnable, Turns
 from qfleet.roles.publishing import Publishing, Shown
 from qfleet.roles.remote_learning import build_remote_learning
 from qfleet.roles.server_link import ServerLink
@@ -87,6 +87,8 @@ class GradientWorker(Role):
         ends = (handles.gradients, handles.slices)
         self._link = ServerLink(setup, self._update.online, self._update.flat, ends, allocate)
         self._sent: Bools = allocate("sent", (1,), np.bool_)  # whether the last model was
+        self._turns: Turns = allocate("turns", (2, 2, len(handles.batches)), np.float64)
+        """How the shards' turns stood after the last gradient and the one before, each at its number modulo 2."""
         self._publishing: Publishing | None = None
         if handles.weights is not None and handles.models is not None:
             shown = Shown(handles.weights, handles.models, handles.env_steps, handles.keyframes)
@@ -106,6 +108,8 @@ class GradientWorker(Role):
         kept = keep.committed() or {"life": 0, "state": None}
         if kept["state"] is not None:
             self._load(kept["state"])
+        if self._link.source is not None:
+            self._feed.resume_after(*self._link.source, self._turns[self._link.sequence % 2])
         self._epoch += keep.life - kept["life"]
         self._notice(
             "restarted", f"worker {self._setup.index} restarted; it goes on after its gradient {self._link.sequence}"
@@ -163,10 +167,12 @@ class GradientWorker(Role):
             self._publishing.reward_scale = message.reward_scale
         result = self._update(message)
         self._latest = result.metrics
-        if result.updates:
-            self._link.push(self._update.flat.gradients)
-            if self._handles.priorities and result.priority is not None:
-                self._unsent.append(Priorities(message.index, message.generation, result.priority, message.shard))
+        if result.updates or self._setup.serving.mode == "sync":  # the others of a round would wait for ever
+            self._turns[(self._link.sequence + 1) % 2] = self._feed.turns
+            gradient = self._update.flat.gradients if result.updates else None
+            self._link.push(gradient, (message.shard, message.draw))
+        if self._handles.priorities and result.priority is not None:
+            self._unsent.append(Priorities(message.index, message.generation, result.priority, message.shard))
         self._guard(result)
         while self._unsent and self._feed.has_room(self._unsent[0].shard):
             self._feed.write_back(self._unsent.popleft())
@@ -174,7 +180,7 @@ class GradientWorker(Role):
     def _guard(self, result: UpdateResult) -> None:
         """Name every batch without a finite gradient; give up after several in a row that no loss scale explains.
 
-        The next batch takes its place, also in a round of mode sync.
+        A round of mode sync is made without its part; else the next batch takes its place.
         """
         if not result.skipped:
             self._skips = 0
@@ -266,6 +272,7 @@ class GradientWorker(Role):
         """Continue."""
         self._load(state)
         self._link.load_state_dict(state["link"])
+        self._turns[self._link.sequence % 2] = self._feed.turns
         self._commit()
 
     def _load(self, state: State) -> None:

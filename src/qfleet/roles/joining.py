@@ -14,6 +14,7 @@ from qfleet.algo.flat import checksum
 from qfleet.algo.steps import StepFactory
 from qfleet.algo.updates import Update
 from qfleet.core import codec, seeding
+from qfleet.core.errors import QfleetError
 from qfleet.core.role import State
 from qfleet.parallel.buckets import BucketedSum
 from qfleet.parallel.compression.build import make_compressor
@@ -57,6 +58,11 @@ class Joining:
         self._sums = self._bytes = 0
 
     @property
+    def apart(self) -> bool:
+        """Whether ranks make steps of their own, so that one may skip an update that another makes."""
+        return isinstance(self._config.update, LocalConfig)
+
+    @property
     def stepper(self) -> StepFactory | None:
         """What makes steps, where it is not what the accelerator chose."""
         if not isinstance(self._config.update, LocalConfig):
@@ -73,7 +79,7 @@ class Joining:
             self._compressor = make_compressor(self._config.compression, flat.numel(), layers, own)
             self._compressed = CompressedSum(self._compressor, self._group)
             self._padding = update.flat.padding
-        elif not isinstance(self._config.update, LocalConfig):
+        elif not self.apart:
             self._buckets.attach(update.online, update.flat.gradients)
 
     def sum_(self, vector: Tensor) -> None:
@@ -89,22 +95,40 @@ class Joining:
 
     def blamed(self) -> list[int]:
         """Return the ranks whose loss or gradient is known to have spoiled the last update; all that skip it ask."""
-        if isinstance(self._config.update, LocalConfig):
+        if self.apart:
             return [self._group.rank]  # who learns apart skips apart
         if self._compressed is not None:
             return [] if self._compressed.culprit is None else [self._compressed.culprit]
         flags = self._group.all_gather(torch.tensor([int(self._spoiled)]))
         return [rank for rank, flag in enumerate(flags) if flag.item()]
 
-    def meet(self, update: Update, updates: int) -> None:
-        """Put split weights together; raise an error if a rank has other ones than the rest.
+    def meet(self, update: Update, updates: int, drawn: tuple[int, int] = (0, 0)) -> None:
+        """Put split weights together; raise an error if a rank has other ones than the rest, or another draw.
 
-        Only ranks that learn apart may.
+        Only ranks that learn apart may have other weights. `drawn` is the shard and the number of the draw that was
+        learned from last: sums of parts of different draws would be the same on all ranks, and wrong.
         """
+        self._require_same_draw(drawn, updates)
         if self.mesh is not None:
             cast("SplitUpdate", update).assemble()
-        if not isinstance(self._config.update, LocalConfig):
+        if not self.apart:
             self._group.require_same(checksum(update.flat.to_numpy()), f"the weights after update {updates}")
+
+    def _require_same_draw(self, drawn: tuple[int, int], updates: int) -> None:
+        first, *others = (one.tolist() for one in self._group.all_gather(torch.tensor(drawn)))
+        told = [f"rank {rank} from {draw} of shard {shard}" for rank, (shard, draw) in enumerate(others, 1)]
+        odd = [text for text, other in zip(told, others, strict=True) if other != first]
+        if odd:
+            raise QfleetError(
+                f"ranks learn from different draws: rank 0 from {first[1]} of shard {first[0]}, {', '.join(odd)}, at"
+                f" update {updates}. This is a defect of qfleet, and updates since the last checkpoint may be wrong:"
+                " resume from it, and please report what happened before"
+            )
+
+    def skipped_apart(self, skipped: int) -> dict[int, int]:
+        """Return, by the ranks that learn apart from this one, how many updates they skipped, if any; all come here."""
+        counts = [int(one) for one in self._group.all_gather(torch.tensor([skipped]))]
+        return {rank: count for rank, count in enumerate(counts) if count and rank != self._group.rank}
 
     def agreed(self, wanted: bool) -> bool:
         """Return whether rank 0 wants it."""
@@ -140,13 +164,29 @@ class Joining:
         return {"gradient_bytes": sent / max(self._sums, 1)}
 
     def state_dict(self) -> State:
-        """Return what compression still owes."""
-        return {} if self._compressor is None else {"compressor": self._compressor.state_dict()}
+        """Return what compression still owes, and which rank does."""
+        if self._compressor is None:
+            return {}
+        return {"compressor": self._compressor.state_dict(), "rank": self._group.rank}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue; a run that was not compressed before owes nothing."""
-        if self._compressor is not None and "compressor" in state:
+        """Continue; nothing is owed by a run that was not compressed before, or by a rank that has another's state.
+
+        That is paid by the other: after a death all have the first rank's, and so has who had left when it was saved.
+        """
+        own = state.get("rank", self._group.rank) == self._group.rank
+        if self._compressor is not None and "compressor" in state and own:
             self._compressor.load_state_dict(state["compressor"])
+
+    def adapted(self, state: State) -> State:
+        """Return a rank's saved state of its update as this group can go on from it.
+
+        Ranks that have learned apart and shall be one again all take the first one's.
+        """
+        learned_apart = "meeting" in state.get("step", {})
+        restored = self.shared(state) if learned_apart and not self.apart else state
+        assert restored is not None
+        return restored
 
     def close(self) -> None:
         """Leave the group."""

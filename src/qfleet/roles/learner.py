@@ -87,7 +87,9 @@ class Learner(Role):
         self._unsent: deque[Priorities] = deque()
         """What the replay shard has no room for yet; empty where every update is waited for."""
         self._batches_seen = self._updates = self._skips = self._skipped = 0
-        self._lag_sum = self._forgiven = self._met = 0
+        self._lag_sum = self._forgiven = self._met = self._skips_told = 0
+        self._drawn = (0, 0)
+        """The shard and the number of the draw that was learned from last."""
         self._reward_scale = 1.0
         self._latest: dict[str, torch.Tensor] = {}
         self._publishing: Publishing | None = None
@@ -111,8 +113,7 @@ class Learner(Role):
             self._feed.realign()
         kept = kept or {"life": 0, "state": None}
         if kept["state"] is not None:
-            own: State = {} if self._first else {"joining": {}}  # what the first rank owes must not be paid twice
-            self._load({**kept["state"], **own})
+            self._load(kept["state"])
         self._epoch += keep.life - kept["life"]
         self._commit()
         lost = int(self._far[0]) - self._updates
@@ -177,11 +178,20 @@ class Learner(Role):
     def _meet(self) -> None:
         """Be one with the other ranks; all of them come here after the same update."""
         if self._joining is not None:
-            self._joining.meet(self._update, self._batches_seen)
+            self._joining.meet(self._update, self._batches_seen, self._drawn)
+            if self._joining.apart:
+                self._name_skips(self._joining)
         self._met = self._batches_seen
 
     def _too_soon(self) -> float:
         return 0.0 if self._publishing is None else self._publishing.too_soon()
+
+    def _name_skips(self, joining: Joining) -> None:
+        """Name the updates that other ranks skipped since the last meeting: only the first can tell of them."""
+        before, self._skips_told = self._skips_told, self._skipped
+        for rank, count in joining.skipped_apart(self._skipped - before).items():
+            text = f"{count} updates of learner {rank} before update {self._batches_seen} were not finite: skipped"
+            self._notice("skipped_update", text)
 
     def _publish(self) -> bool:
         """Publish the weights unless the newest are out already, or are in pieces until the ranks meet again."""
@@ -208,7 +218,7 @@ class Learner(Role):
             self._lag_sum += batches * (self._version.number - learned.version.number)
         self._batches_seen += batches
         if isinstance(learned, Batch | SequenceBatch):
-            self._reward_scale = learned.reward_scale
+            self._reward_scale, self._drawn = learned.reward_scale, (learned.shard, learned.draw)
             if self._publishing is not None:
                 self._publishing.reward_scale = learned.reward_scale
 
@@ -321,8 +331,10 @@ class Learner(Role):
         self._commit()
 
     def _load(self, state: State) -> None:
-        self._update.load_state_dict(state["update"])
+        joining, saved = self._joining, state["update"]
+        self._update.load_state_dict(saved if joining is None else joining.adapted(saved))
         self._batches_seen, self._updates, self._skips, self._skipped, due = state["counters"]
+        self._skips_told = self._skipped
         self._lag_sum, self._epoch = state["lag_sum"], state.get("epoch", 0)
         self._reward_scale = state["reward_scale"]
         if self._publishing is not None:
@@ -330,8 +342,8 @@ class Learner(Role):
             self._publishing.load_state_dict({**shown, "packer": state.get("packer", {})})
         if "feed" in state:  # older checkpoints have none
             self._feed.load_state_dict(state["feed"])
-        if self._joining is not None:
-            self._joining.load_state_dict(state.get("joining", {}))
+        if joining is not None:
+            joining.load_state_dict(state.get("joining", {}))
         self._updating, self._unsent = self._learning.updating(self._setup), deque(state.get("unsent", ()))
         if {**self._settings, **state.get("settings", {})} != self._settings:
             self._notice("accel_changed", CHANGED)

@@ -52,7 +52,7 @@ class GroupConfig:
     rank: int
     size: int
     rendezvous: str
-    """Where the ranks meet, as torch.distributed's init method."""
+    """Where the ranks meet; see `parallel.gradsync.GradientGroup`."""
     turns: Turns | None = None
     """How ranks take turns in one process; None where each has its own."""
 

@@ -151,12 +151,7 @@ class ParameterServer(Role):
             self._duplicates += 1
             return
         row = self._gradient if self._rounds is None else self._held[worker]
-        self._codec.add(push.payload, row.zero_())
-        if self._setup.compression.kind != "none":
-            row.index_fill_(0, self._padding, 0.0)  # a sign is never zero
-        finite = math.isfinite(torch.linalg.vector_norm(row).item())
-        if not finite:
-            self._reject(push, row)
+        finite = self._read(push, row)
         if isinstance(self._books, Arrivals):
             staleness = max(self._books.version - push.version, 0)
             self._stale_sum += staleness
@@ -167,9 +162,22 @@ class ParameterServer(Role):
         self._books.arrive(worker, push.sequence)
         failpoint("server.after_noting")
 
-    def _reject(self, push: GradientPush, row: Tensor) -> None:
-        """Leave a gradient out and say whose it was."""
-        row.fill_(math.nan)  # which tells those that are left out of a round
+    def _read(self, push: GradientPush, row: Tensor) -> bool:
+        """Write a gradient into a row [N]; return whether it can be used. NaN tells those that are left out."""
+        if not push.payload:  # of a batch that its worker has skipped, and named
+            row.fill_(math.nan)
+            return False
+        self._codec.add(push.payload, row.zero_())
+        if self._setup.compression.kind != "none":
+            row.index_fill_(0, self._padding, 0.0)  # a sign is never zero
+        finite = math.isfinite(torch.linalg.vector_norm(row).item())
+        if not finite:
+            row.fill_(math.nan)
+            self._reject(push)
+        return finite
+
+    def _reject(self, push: GradientPush) -> None:
+        """Count a gradient that is left out, and say whose it was."""
         self._rejected += 1
         text = f"gradient {push.sequence} of worker {push.worker} is not finite; server {self._setup.index} rejected it"
         self._notice("rejected_gradient", text)

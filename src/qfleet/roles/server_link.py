@@ -13,6 +13,7 @@ from qfleet.algo.flat import FlatParameters, checksum
 from qfleet.algo.networks import QNetwork
 from qfleet.core import seeding
 from qfleet.core.errors import QfleetError
+from qfleet.core.failpoints import failpoint
 from qfleet.core.gradients import GradientPush, ParameterSlice
 from qfleet.core.protocols import Sender, Subscriber
 from qfleet.core.role import State
@@ -34,7 +35,9 @@ class ServerLink:
     it, so that version is the newest of each. In the other modes the newest of each is loaded.
 
     The gradient on its way lies in memory that can outlive the worker: a new life sends it again, so that every server
-    takes the same gradient under its number, whichever of them had it before. What compression still owes is lost.
+    takes the same gradient under its number, whichever of them had it before. Beside it lies which batch it was made
+    of: a new life, which is given that batch again if the former one had not acknowledged it, leaves it out. What
+    compression still owes is lost.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class ServerLink:
         self._outgoing = torch.from_numpy(allocate("gradient", (size,), np.float32))
         self._marks: Ints = allocate("marks", (1 + servers,), np.int64)
         """How many gradients were made, and the versions of the slices that the last one was computed at."""
+        self._origin: Ints = allocate("origin", (4,), np.int64)
+        """A gradient's number, the shard and the draw of its batch, and whether that gave none."""
         self._unsent = list(range(servers)) if self.sequence else []
         cuda = flat.parameters.is_cuda
         self._landing = torch.empty(size, pin_memory=cuda) if flat.parameters.device.type != "cpu" else flat.parameters
@@ -68,6 +73,15 @@ class ServerLink:
     def sequence(self) -> int:
         """How many gradients were made."""
         return int(self._marks[0])
+
+    @property
+    def source(self) -> tuple[int, int] | None:
+        """The shard and the draw of the batch that the last gradient was made of; None before the first.
+
+        A life that died while it wrote these down made no gradient of them.
+        """
+        number, shard, draw, _ = self._origin.tolist()
+        return (shard, draw) if number and number == self.sequence else None
 
     @property
     def version(self) -> int:
@@ -122,10 +136,16 @@ class ServerLink:
         self._loaded = versions
         return True
 
-    def push(self, gradient: Tensor) -> None:
-        """Take the gradient [P] of the weights that are loaded, and send what there is room for."""
-        self._outgoing.copy_(gradient)
+    def push(self, gradient: Tensor | None, source: tuple[int, int]) -> None:
+        """Take the gradient [P] of the weights that are loaded, and send what there is room for.
+
+        `source` is the shard and the draw of the batch that it was made of, None the gradient of one that gave none.
+        """
+        if gradient is not None:
+            self._outgoing.copy_(gradient)
         self._marks[1:] = self._loaded
+        self._origin[:] = (self.sequence + 1, *source, gradient is None)
+        failpoint("worker.before_numbering")
         self._marks[0] += 1  # last: a death before this leaves the former one, which all have taken
         self._unsent = list(range(len(self._pushes)))
         self.flush()
@@ -133,7 +153,8 @@ class ServerLink:
     def flush(self) -> bool:
         """Send what is left and has room; return whether nothing is left."""
         for server in [server for server in self._unsent if self._pushes[server].ready()]:
-            payload = self._compressors[server].encode(self._outgoing[self._cuts[server]])
+            gradient = self._outgoing[self._cuts[server]]
+            payload = [] if self._origin[-1] else self._compressors[server].encode(gradient)
             self.bytes_sent += payload_bytes(payload)
             version = int(self._marks[1 + server])
             self._pushes[server].send(GradientPush(self._worker, self.sequence, version, payload))
@@ -149,6 +170,7 @@ class ServerLink:
         """Return what is on its way, and the newest slices."""
         return {
             "marks": self._marks.copy(),
+            "origin": self._origin.copy(),
             "outgoing": self._outgoing.clone(),
             "unsent": list(self._unsent),
             "slices": [None if piece is None else dataclasses.asdict(piece) for piece in self._slices],
@@ -159,7 +181,7 @@ class ServerLink:
 
     def load_state_dict(self, state: State) -> None:
         """Continue from `state_dict`."""
-        self._marks[:] = state["marks"]
+        self._marks[:], self._origin[:] = state["marks"], state.get("origin", 0)  # version 0.1 has none
         self._outgoing.copy_(state["outgoing"])
         self._unsent, self._loaded = list(state["unsent"]), list(state["loaded"])
         self._slices = [None if piece is None else ParameterSlice(**piece) for piece in state["slices"]]

@@ -78,7 +78,9 @@ class RunDir:
         for place in self.path.glob(f"{MEETING}*"):
             place.unlink(missing_ok=True)  # ranks that were killed left it
         if self._lock is not None:
-            os.close(self._lock)  # the kernel gives the lock back, as it does when the process dies
+            # The kernel gives the lock back, as it does when the process dies. The file stays: another process may have
+            # opened it meanwhile, and would lock what nobody else could find any more.
+            os.close(self._lock)
             self._lock = None
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:

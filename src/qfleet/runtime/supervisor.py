@@ -292,7 +292,7 @@ class SupervisedPlacement(ABC):
         self.close()
         error: ConfigError | RoleFailure
         if answer.exit_code == ConfigError.exit_code:
-            error = ConfigError(f"{member.name}: {answer.cause}")
+            error = ConfigError(f"{answer.cause} (found by {member.name})")
         else:
             error = RoleFailure(member.report.kind, member.report.index, answer.cause, died=bool(died))
         if answer.trace:

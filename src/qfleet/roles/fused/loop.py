@@ -154,7 +154,8 @@ class Loop(ABC):
                 f" streams differ: resume it where there is a '{state['device']}' device"
             )
         self.player.load_state_dict(state["player"])
-        self.update.load_state_dict(state["update"])
+        saved = state["update"]
+        self.update.load_state_dict(saved if self.team is None else self.team.joining.adapted(saved))
         self.generator.set_state(state["generator"])
         self.steps = state["steps"]
         if self.team is not None:

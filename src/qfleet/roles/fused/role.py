@@ -115,6 +115,7 @@ class Fused(Role):
         self._count(progress.steps, progress.updates, progress.batches)
         self._guard(progress)
         if self._team is not None:
+            self._name_skips(self._team, progress)
             self._team.meet()
         if self._snapshots is not None:
             self._snapshots.counts[:] = self._counts
@@ -173,6 +174,13 @@ class Fused(Role):
         if progress.skipped:
             before = f"before update {self._loop.update.updates + 1}"
             self._notice("skipped_update", f"{progress.skipped} updates {before} were not finite{loss}: skipped")
+
+    def _name_skips(self, team: Team, progress: Progress) -> None:
+        """Name the updates that other ranks skipped, where they learn apart: only the first can tell of them."""
+        if team.apart:
+            for rank, count in team.joining.skipped_apart(progress.skipped).items():
+                text = f"{count} updates of rank {rank} before update {self._loop.update.updates + 1} were not finite"
+                self._notice("skipped_update", f"{text}: skipped")
 
     def _notice(self, kind: str, text: str) -> None:
         if self._handles.events is not None and self._handles.events.ready():

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from qfleet.algo.updates import Update
-from qfleet.parallel.local import LocalConfig
 from qfleet.parallel.plan import ParallelConfig
 from qfleet.roles.joining import Joining, meet_group
 from qfleet.roles.learner_setup import GroupConfig
@@ -20,8 +19,7 @@ class Team:
         self.rank = place.rank
         self._group = meet_group(place, life)
         self.joining = Joining(parallel, self._group, seed)
-        self.apart = isinstance(parallel.update, LocalConfig)
-        """Whether ranks make steps of their own, so that one may skip an update that another makes."""
+        self.apart = self.joining.apart
         self._spoiled = 0
 
     def attach(self, update: Update) -> None:

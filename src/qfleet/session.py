@@ -29,6 +29,7 @@ from qfleet.core.types import Array, Weights
 from qfleet.core.usercode import UserCode
 from qfleet.envs import make_env
 from qfleet.experiment import Experiment
+from qfleet.observe.prometheus import PrometheusSink
 from qfleet.observe.sinks import JsonlSink, Sink
 from qfleet.observe.trackers import TensorBoardSink, WandbSink
 from qfleet.program import build_program, outlived, place
@@ -225,6 +226,8 @@ class Session:
             sinks.append(TensorBoardSink(path / "tensorboard"))
         if track.wandb:
             sinks.append(WandbSink(track.wandb, path.name, path))
+        if track.prometheus is not None:
+            sinks.append(PrometheusSink(track.prometheus_address, track.prometheus, str(path)))
         return sinks
 
     def _save(self, placement: Placement, env_steps: int, standing: Standing) -> Path:

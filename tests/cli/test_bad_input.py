@@ -308,6 +308,7 @@ def test_a_configuration_file_cut_anywhere_is_refused_or_complete(capsys: pytest
         ("doctor --jason", "'--json'"),
         ("doctor now", "'now'"),
         ("presets now", "'now'"),
+        ("presets --now", "'--now'"),
         ("compare nowhere", "nowhere"),
         ("compare .", "holds no run"),
         ("train", "PRESET"),

@@ -89,7 +89,7 @@ class Tail:
             file.seek(self._offset)
             whole, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + len(newline)
-        for text in whole.splitlines():
+        for text in whole.split(b"\n"):
             try:
                 record = json.loads(text)
             except ValueError:

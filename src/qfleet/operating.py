@@ -148,9 +148,10 @@ def _state(sight: Sight, events: Sequence[Mapping[str, Any]]) -> tuple[State, st
 
 
 def _ending(event: Mapping[str, Any]) -> str:
-    by = f" of {event['by']}" if event.get("by") else ""
+    if event.get("by"):
+        return f"asked to by {event['by']}"
     reason = str(event.get("reason", ""))
-    return {"at_once": "ended at once: nothing was saved after the last checkpoint"}.get(reason, f"{reason}{by}")
+    return {"at_once": "at once: nothing was saved after the last checkpoint"}.get(reason, reason)
 
 
 def _config(run: Path) -> Record:

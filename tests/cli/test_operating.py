@@ -100,7 +100,7 @@ def test_a_suspended_run_is_named_and_one_that_was_killed_is_dead_and_can_go_on(
         assert status(capsys, run.run)["state"] == "dead"
         refused = command(capsys, "stop", str(run.run))
         assert refused.code == 2
-        assert "is not running. It died at" in refused.err
+        assert "is not running. It died (" in refused.err
         assert f"qfleet resume {run.run}" in refused.err
         steps = int(checkpoint.complete(run.run / "checkpoints")[-1].name.partition("-")[0])
         assert command(capsys, "resume", str(run.run), "--env-steps", str(steps + 500), "--quiet").code == 0

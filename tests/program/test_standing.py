@@ -73,7 +73,7 @@ def test_a_run_in_another_thread_is_stopped_where_no_signal_can_cut_in(tmp_path:
     thread.join(120)
     assert [summary["stopped_by"] for summary in summaries] == ["interrupt"]
     found = standing(run)
-    assert (found.state, found.note.startswith("interrupt of ")) == ("stopped", True)
+    assert (found.state, found.note.startswith("asked to by ")) == ("stopped", True)
     assert found.checkpoint is not None
     assert found.checkpoint["env_steps"] == summaries[0]["env_steps"] > 320
 

@@ -64,9 +64,10 @@ def _ended(one: Standing) -> str:
     """Return how a run ended and how it can go on."""
     from qfleet.observe.text import count
 
-    steps = "before its first step" if one.env_steps is None else f"at {count(one.env_steps)} steps"
-    saved = "nothing was saved" if one.checkpoint is None else f"go on with: qfleet resume {one.run}"
     if one.state == "finished":
-        return f"It finished {steps} ({one.note})"
+        return f"It finished at {count(one.env_steps or 0)} steps ({one.note})"
+    saved = "nothing was saved"
+    if one.checkpoint is not None:
+        saved = f"saved at {count(one.checkpoint['env_steps'])} steps; go on with: qfleet resume {one.run}"
     how = {"stopped": "It stopped", "failed": "It failed", "dead": "It died"}[one.state]
-    return f"{how} {steps} ({one.note}); {saved}"
+    return f"{how} ({one.note}); {saved}"

@@ -92,7 +92,7 @@ def standing(run: Path) -> Standing:
 def runs_in(folder: Path) -> list[Path]:
     """Return the directories of the runs in a folder, sorted by name; a run itself is the only one in it."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a directory; give a run, or a folder of runs such as the default, runs")
+        raise ConfigError(f"{folder} is not a directory; give that of a run, or a folder of runs")
     return sorted(_search(folder, _DEPTH))
 
 

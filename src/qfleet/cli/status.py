@@ -76,7 +76,8 @@ def _table(stands: Sequence[Standing], now: float) -> str:
     from qfleet.observe.text import aligned
 
     lines = aligned([_HEADER, *(_row(one, now) for one in stands)])
-    lines += [f"{one.run}: {one.state}, {one.note}" for one in stands if one.note and one.state != "finished"]
+    told = [one for one in stands if one.note and one.state in ("running", "failed", "dead")]
+    lines += [f"{one.run}: {one.state}, {one.note}" for one in told]
     return "\n".join(lines)
 
 

@@ -88,7 +88,7 @@ class Session:
                 self._announce_failure(error)
                 raise
             finally:
-                self.run.end = lambda: None
+                self.run.end = lambda: False
 
     def _persist(self, restore: checkpoint.Found | None, whole: ExitStack) -> dict[str, Any]:
         """Train to the end, also over deaths after which all must go back to a checkpoint."""
@@ -309,15 +309,20 @@ class Interrupts:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def ask(self) -> None:
-        """End the run as a signal does, from another thread; one that is being ended already is left in peace."""
+    def ask(self) -> bool:
+        """End the run as a signal does, from another thread; returns whether that is heeded now.
+
+        A run that is being ended already is left in peace.
+        """
         if self.count:
-            return
+            return True
+        if self._ignored:  # it goes back to a checkpoint
+            return False
         if self._handled:
-            interrupt_main_thread()
-        else:  # no signal can cut in: the run ends where its monitor looks
-            self.count += 1
-            self._wind_up()
+            return interrupt_main_thread()
+        self.count += 1  # no signal can cut in: the run ends where its monitor looks
+        self._wind_up()
+        return True
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -16,6 +16,7 @@ from qfleet.cli.helptext import help_page
 from qfleet.cli.settings import settings_of
 from qfleet.core.config import Config
 from qfleet.core.errors import ConfigError, did_you_mean
+from qfleet.observe.text import count, details, known, one_line, who
 
 USAGE = "qfleet logs RUN_DIR [--follow | -f] [--role NAME] [--since WHEN]"
 LOOK_S = 0.3
@@ -55,7 +56,7 @@ def run(words: Sequence[str]) -> int:
     while going_on:
         going_on = given.follow and look(path).alive  # before the file, so that its last words are read after it
         for record in tail.read():
-            if about(record) and float(record.get("time") or 0.0) >= since:
+            if about(record) and (known(record, "time") or 0.0) >= since:
                 print(line(record), flush=True)
         if going_on:
             time.sleep(LOOK_S)
@@ -66,7 +67,6 @@ def run(words: Sequence[str]) -> int:
 
 def line(record: Record) -> str:
     """Return an event as a line: time, role, event, text."""
-    from qfleet.observe.text import count, details, known, one_line, who
     from qfleet.runtime.ownership import clock
 
     steps = known(record, "env_steps")
@@ -100,17 +100,18 @@ class Tail:
 
 def _filter(path: Path, role: str) -> Callable[[Record], bool]:
     """Return whether an event is about a role, given as `actor`, `actor.1` or `actor[1]`."""
-    from qfleet.observe.text import who
     from qfleet.operating import newest_record
 
+    if not role:
+        return lambda record: True
     kind, *index = re.split(r"[.\[-]", role.rstrip("]"), maxsplit=1)
-    known = {key.partition(".")[0] for key in newest_record(path / "metrics.jsonl") if key.count(".") == 2}
-    known |= {str(record.get("role") or "run") for record in Tail(path / "events.jsonl").read()}
-    if role and kind not in known:
-        raise ConfigError(f"'--role' = '{role}': one of {', '.join(sorted(known))}.{did_you_mean(kind, known)}")
+    roles = {key.partition(".")[0] for key in newest_record(path / "metrics.jsonl") if key.count(".") == 2}
+    roles |= {str(record.get("role") or "run") for record in Tail(path / "events.jsonl").read()}
+    if roles and kind not in roles:  # before the first event nobody knows
+        raise ConfigError(f"'--role' = '{role}': one of {', '.join(sorted(roles))}.{did_you_mean(kind, roles)}")
     if index:
         return lambda record: who(record) == f"{kind}[{index[0]}]"
-    return lambda record: not role or str(record.get("role") or "run") == kind
+    return lambda record: str(record.get("role") or "run") == kind
 
 
 def _time(text: str, now: float) -> float:

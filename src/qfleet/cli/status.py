@@ -16,6 +16,7 @@ from qfleet.cli.helptext import help_page
 from qfleet.cli.settings import settings_of
 from qfleet.core.config import Config
 from qfleet.core.errors import QfleetError
+from qfleet.observe.text import aligned, count, duration, interval, known, number, one_line, rate
 
 if TYPE_CHECKING:
     from qfleet.operating import Standing
@@ -51,21 +52,24 @@ def run(words: Sequence[str]) -> int:
         one = standing(given.path)
         print(json.dumps(_plain(one), indent=1) if given.as_json else "\n".join(_lines(one, time.time())))
         return 0
+    print(_several(found, given.as_json) if found else f"{given.path} holds no run")
+    return 0
+
+
+def _several(paths: Sequence[Path], as_json: bool) -> str:
+    """Return how several runs stand, and which of them cannot be read: the others are worth seeing."""
+    from qfleet.operating import standing
+
     stands, unreadable = [], {}
-    for path in found:
+    for path in paths:
         try:
             stands.append(standing(path))
-        except QfleetError as error:  # the others are worth seeing
-            unreadable[path] = str(error)
-    if given.as_json:
-        print(
-            json.dumps([*map(_plain, stands), *({"run": str(p), "error": e} for p, e in unreadable.items())], indent=1)
-        )
-        return 0
-    print(_table(stands, time.time()) if stands else f"{given.path} holds no run that can be read")
-    for reason in unreadable.values():
-        print(reason)
-    return 0
+        except QfleetError as error:
+            unreadable[str(path)] = str(error)
+    if as_json:
+        plain = [*map(_plain, stands), *({"run": path, "error": why} for path, why in unreadable.items())]
+        return json.dumps(plain, indent=1)
+    return "\n".join([*([_table(stands, time.time())] if stands else []), *unreadable.values()])
 
 
 def _plain(one: Standing) -> dict[str, Any]:
@@ -73,20 +77,16 @@ def _plain(one: Standing) -> dict[str, Any]:
 
 
 def _table(stands: Sequence[Standing], now: float) -> str:
-    from qfleet.observe.text import aligned
-
     lines = aligned([_HEADER, *(_row(one, now) for one in stands)])
     told = [one for one in stands if one.note and one.state in ("running", "failed", "dead")]
-    lines += [f"{one.run}: {one.state}, {one.note}" for one in told]
+    lines += [one_line(f"{one.run}: {one.state}, {one.note}") for one in told]
     return "\n".join(lines)
 
 
 def _row(one: Standing, now: float) -> tuple[str, ...]:
-    from qfleet.observe.text import count, duration, known, number, rate
-
     owner = one.owner
     mean = None if one.evaluation is None else known(one.evaluation, "mean")
-    return (
+    cells = (
         str(one.run),
         one.state,
         "-" if owner is None else duration(now - owner.since),
@@ -101,27 +101,26 @@ def _row(one: Standing, now: float) -> tuple[str, ...]:
         str(one.restarts),
         str(one.faults),
     )
+    return tuple(map(one_line, cells))
 
 
 def _lines(one: Standing, now: float) -> list[str]:
     """Return how one run stands, a line for each thing that is known."""
-    from qfleet.observe.text import count, interval, known, number, rate
-
-    lines = [f"{one.run}: {one.state}" + (f", {one.note}" if one.note else "")]
-    lines.append(f"  what        {one.preset} ({one.algo}, seed {one.seed}), {one.placement}")
-    lines.append(f"  owner       {one.owner or 'unknown'}")
+    lines = [("what", f"{one.preset} ({one.algo}, seed {one.seed}), {one.placement}")]
+    lines.append(("owner", str(one.owner or "unknown")))
     if one.env_steps is not None:
         budget = f" of {count(one.env_steps_budget)}" if one.env_steps_budget else ""
         speed = f", {rate(one.env_steps_per_s)} steps/s" if one.env_steps_per_s and one.state == "running" else ""
-        lines.append(f"  steps       {count(one.env_steps)}{budget}, {count(one.updates or 0)} updates{speed}")
+        lines.append(("steps", f"{count(one.env_steps)}{budget}, {count(one.updates or 0)} updates{speed}"))
     if (score := one.evaluation) is not None:
         mean = _or_dash(known(score, "mean"), number)
-        lines.append(f"  evaluation  {mean}{interval(score['ci95'])} {_at(score)}, {_ago(score, now)} ago")
+        lines.append(("evaluation", f"{mean}{interval(score['ci95'])} {_at(score)}, {_ago(score, now)} ago"))
     saved = "none yet" if one.checkpoint is None else f"{_at(one.checkpoint)}, {_ago(one.checkpoint, now)} ago"
-    lines += [f"  checkpoint  {saved}", f"  trouble     {one.restarts} restarts, {one.faults} faults"]
+    lines += [("checkpoint", saved), ("trouble", f"{one.restarts} restarts, {one.faults} faults")]
     if one.state == "running" and one.bottleneck:
-        lines.append(f"  bottleneck  {one.bottleneck}")
-    return lines
+        lines.append(("bottleneck", one.bottleneck))
+    title = f"{one.run}: {one.state}" + (f", {one.note}" if one.note else "")
+    return [one_line(title), *(f"  {label:<11} {one_line(text)}" for label, text in lines)]
 
 
 def _or_dash(value: float | None, show: Any) -> str:
@@ -129,12 +128,8 @@ def _or_dash(value: float | None, show: Any) -> str:
 
 
 def _at(record: dict[str, Any]) -> str:
-    from qfleet.observe.text import count, known
-
     return f"at {_or_dash(known(record, 'env_steps'), count)} steps"
 
 
 def _ago(record: dict[str, Any], now: float) -> str:
-    from qfleet.observe.text import duration, known
-
     return duration(now - (known(record, "time") or now))

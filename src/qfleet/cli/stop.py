@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from qfleet.cli.flags import parse_options, wants_help
 from qfleet.core.config import Config
 from qfleet.core.errors import ConfigError, QfleetError
+from qfleet.observe.text import count
 
 if TYPE_CHECKING:
     from qfleet.operating import Standing
@@ -62,8 +63,6 @@ def run(words: Sequence[str]) -> int:
 
 def _ended(one: Standing) -> str:
     """Return how a run ended and how it can go on."""
-    from qfleet.observe.text import count
-
     if one.state == "finished":
         return f"It finished at {count(one.env_steps or 0)} steps ({one.note})"
     saved = "nothing was saved"

@@ -123,14 +123,14 @@ class Ownership:
 
     directory: Path
     owner: Owner
-    asked: Callable[[str], None]
-    """Called once, in another thread, with who asks for the run's end."""
+    asked: Callable[[str], bool]
+    """Called in another thread with who asks for the run's end, once a second until it says that it has heard."""
     _descriptor: int
     _over: threading.Event = field(default_factory=threading.Event)
     _beats: threading.Thread | None = None
 
     @classmethod
-    def acquire(cls, directory: Path, asked: Callable[[str], None]) -> Ownership:
+    def acquire(cls, directory: Path, asked: Callable[[str], bool]) -> Ownership:
         """Take a directory; refuses one that somebody else is using, and takes over that of the dead."""
         try:
             descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -171,15 +171,15 @@ class Ownership:
             with contextlib.suppress(OSError):
                 os.utime(self._descriptor)
                 if not heard and (by := (self.directory / REQUEST).read_text().strip()):
-                    heard = True
-                    self.asked(by)
+                    heard = self.asked(by)
 
 
-def interrupt_main_thread() -> None:
-    """Do what Ctrl-C does; callable from any thread."""
+def interrupt_main_thread() -> bool:
+    """Do what Ctrl-C does, from any thread; returns True."""
     main = threading.main_thread().ident
     assert main is not None
     signal.pthread_kill(main, signal.SIGINT)
+    return True
 
 
 def _taken(descriptor: int, how: int) -> bool | None:

@@ -28,8 +28,8 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
         self.summary = path / "summary.json"
-        self.end: Callable[[], None] = lambda: None
-        """Called in another thread when somebody asks for the run's end; where it can, as Ctrl-C by default."""
+        self.end: Callable[[], bool] = lambda: False
+        """Called in another thread when somebody asks for the run's end, until it returns True; Ctrl-C where it can."""
         self.ended_by = ""
         """Who asked for that: USER@HOST."""
         self._ownership: Ownership | None = None
@@ -68,9 +68,9 @@ class RunDir:
         self._ownership = Ownership.acquire(self.path, self._asked)
         return self
 
-    def _asked(self, by: str) -> None:
+    def _asked(self, by: str) -> bool:
         self.ended_by = by
-        self.end()
+        return self.end()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from commands import TINY, command, environment, start_words
-from started_runs import PROCESSES, Started, lives, started, training
+from started_runs import LOADED_S, PROCESSES, Started, lives, started, training
 
 from qfleet.operating import standing
 from qfleet.runtime import checkpoint
@@ -116,6 +116,7 @@ def test_a_run_that_is_still_being_built_is_stopped_too(tmp_path: Path, capsys: 
     try:
         run.wait_for(started)
         assert command(capsys, "stop", str(run.run)).code == 0
+        run.process.wait(LOADED_S)  # the run has ended; a process takes longer to end that has just loaded everything
         assert run.end() == 130, run.errors()
         assert status(capsys, run.run)["state"] == "stopped"
     finally:

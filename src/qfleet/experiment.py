@@ -48,6 +48,10 @@ class TrackConfig(Config):
     """Write TensorBoard events into the run directory (extra: track)."""
     wandb: str = ""
     """Name of a Weights & Biases project to log to (extra: track); empty for none."""
+    prometheus: int | None = Field(None, gt=0, lt=65536)
+    """Port at which Prometheus can scrape the newest numbers while the run lasts (extra: prometheus)."""
+    prometheus_address: str = "127.0.0.1"
+    """Address to which that port is bound; by default only this machine can reach it."""
 
 
 class Experiment(Config):

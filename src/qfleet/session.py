@@ -29,14 +29,16 @@ from qfleet.core.types import Array, Weights
 from qfleet.core.usercode import UserCode
 from qfleet.envs import make_env
 from qfleet.experiment import Experiment
+from qfleet.observe.prometheus import PrometheusSink
 from qfleet.observe.sinks import JsonlSink, Sink
 from qfleet.observe.trackers import TensorBoardSink, WandbSink
 from qfleet.program import build_program, outlived, place
 from qfleet.roles.evaluator import play
 from qfleet.runtime import checkpoint
 from qfleet.runtime.graph import open_handles
+from qfleet.runtime.ownership import interrupt_main_thread
 from qfleet.runtime.restarts import Restarts
-from qfleet.runtime.rundir import RunDir, write_atomically
+from qfleet.runtime.rundir import RunDir, ending, write_atomically
 from qfleet.runtime.supervisor import SupervisedPlacement
 from qfleet.setups import learner_device
 from qfleet.sharing import require_shared_memory
@@ -77,21 +79,43 @@ class Session:
     """How often that has happened."""
     _opened: list[Sink] = field(default_factory=list)
     """All sinks, while the run lasts."""
+    _monitor: Monitor | None = None
+    """The last one, once there is one."""
 
     def carry_out(self, restore: checkpoint.Found | None = None) -> dict[str, Any]:
         """Train from the start, or from a checkpoint, to the end; return the summary."""
-        restarts = Restarts(_FALLS)
         with self._interrupts.handled(), ExitStack() as whole:
-            while True:
-                try:
-                    return self._carry_out(restore, whole)
-                except RoleFailure as failure:
-                    delay = restarts.delay(failure.role, time.monotonic())
-                    if self._fallen is None or delay is None or self._interrupts.count:
-                        raise
-                    self._interrupts.heed()
-                    time.sleep(delay)
-                    restore = self._last_checkpoint()
+            self.run.end = self._interrupts.ask
+            try:
+                return self._persist(restore, whole)
+            except BaseException as error:
+                self._announce_failure(error)
+                raise
+            finally:
+                self.run.end = lambda: False
+
+    def _persist(self, restore: checkpoint.Found | None, whole: ExitStack) -> dict[str, Any]:
+        """Train to the end, also over deaths after which all must go back to a checkpoint."""
+        restarts = Restarts(_FALLS)
+        while True:
+            try:
+                return self._carry_out(restore, whole)
+            except RoleFailure as failure:
+                delay = restarts.delay(failure.role, time.monotonic())
+                if self._fallen is None or delay is None or self._interrupts.count:
+                    raise
+                self._interrupts.heed()
+                time.sleep(delay)
+                restore = self._last_checkpoint()
+
+    def _announce_failure(self, error: BaseException) -> None:
+        """Tell what ended the run before its time; nobody listens yet when it is still being built."""
+        if self._monitor is None:
+            return
+        if isinstance(error, KeyboardInterrupt):
+            self._monitor.announce({"event": "stopped", "reason": "at_once"})
+        else:
+            self._monitor.announce({"event": "failed", "reason": ending(error)})
 
     def _last_checkpoint(self) -> checkpoint.Found | None:
         """Return where a run that fell back as a whole goes on; None for its beginning."""
@@ -116,7 +140,7 @@ class Session:
                 placement = place(program, self.experiment)
             stack.callback(placement.close)
             stack.callback(self._interrupts.ignore)  # before that: closing must not be cut short
-            monitor = Monitor(
+            self._monitor = monitor = Monitor(
                 self.experiment,
                 placement,
                 open_handles(program.monitor, placement.open),
@@ -140,7 +164,8 @@ class Session:
                 summary |= {"resume_grade": grade, "device": learner_device(self.experiment, spec)}
                 summary |= {"accel": monitor.accel, "plan": None if plan is None else plan.in_short()}
                 self.run.write_summary(summary)
-            monitor.announce({"event": "stopped" if reason == "interrupt" else "finished", "reason": reason})
+            end = {"event": "stopped" if reason == "interrupt" else "finished", "reason": reason}
+            monitor.announce(end | ({"by": self.run.ended_by} if reason == "interrupt" and self.run.ended_by else {}))
         return summary
 
     def _train(self, monitor: Monitor) -> StopReason:
@@ -210,6 +235,8 @@ class Session:
             sinks.append(TensorBoardSink(path / "tensorboard"))
         if track.wandb:
             sinks.append(WandbSink(track.wandb, path.name, path))
+        if track.prometheus is not None:
+            sinks.append(PrometheusSink(track.prometheus_address, track.prometheus, str(path)))
         return sinks
 
     def _save(self, placement: Placement, env_steps: int, standing: Standing) -> Path:
@@ -259,7 +286,7 @@ def play_episodes(
 
 @dataclass
 class Interrupts:
-    """Ctrl-C, SIGTERM, a closed terminal: while a run goes on the first one ends it cleanly, otherwise it ends at once.
+    """Ctrl-C, SIGTERM, a closed terminal, `qfleet stop`: the first one ends a run that goes on cleanly, others at once.
 
     Where it ends at once, everything is closed first, and no further signal cuts that short.
     """
@@ -268,6 +295,8 @@ class Interrupts:
     _last: float = -1.0
     _at_once: bool = False
     _ignored: bool = False
+    _handled: bool = False
+    """Whether signals come here."""
     _monitor: Monitor | None = None
     _hurry: Callable[[], None] | None = None
 
@@ -281,11 +310,28 @@ class Interrupts:
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which it is under `nohup`
             numbers.append(signal.SIGHUP)
         before = {number: signal.signal(number, self._interrupt) for number in numbers}
+        self._handled = True
         try:
             yield
         finally:
+            self._handled = False
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def ask(self) -> bool:
+        """End the run as a signal does, from another thread; returns whether that is heeded now.
+
+        A run that is being ended already is left in peace.
+        """
+        if self.count:
+            return True
+        if self._ignored:  # it goes back to a checkpoint
+            return False
+        if self._handled:
+            return interrupt_main_thread()
+        self.count += 1  # no signal can cut in: the run ends where its monitor looks
+        self._wind_up()
+        return True
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -293,19 +339,24 @@ class Interrupts:
         if soon or self._ignored:
             return
         self.count += 1
+        self._wind_up()
+        if self._monitor is None or self._at_once or self.count > 1:
+            self._ignored = not self._at_once
+            raise KeyboardInterrupt
+
+    def _wind_up(self) -> None:
         if self._monitor is not None:
             self._monitor.stop("interrupt")
         if self._hurry is not None:
             self._hurry()
-        if self._monitor is None or self._at_once or self.count > 1:
-            self._ignored = not self._at_once
-            raise KeyboardInterrupt
 
     @contextmanager
     def stopping(self, monitor: Monitor, placement: Placement) -> Iterator[None]:
         """Let a first signal end the monitor's run, which saves it, instead of cutting in; no role may hold that up."""
         self._monitor = monitor
         self._hurry = placement.hurry if isinstance(placement, SupervisedPlacement) else None
+        if self.count:  # asked for while it was built
+            self._wind_up()
         try:
             yield
         finally:

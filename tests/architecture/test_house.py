@@ -21,6 +21,7 @@ OPTIONAL = (
     "PIL",
     "pygame",
     "matplotlib",
+    "prometheus_client",
     "tensorboard",
     "wandb",
     "optuna",

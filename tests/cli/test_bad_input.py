@@ -156,7 +156,7 @@ def test_100_misspelt_names_in_a_configuration_file_get_the_nearest_name(capsys:
         outcome = command(capsys, "resume", "run")
         assert_refused(outcome, dotted, "run/config.yaml", f"unknown setting '{dotted}'")
         assert distance(suggested(outcome), wrong) <= distance(last, wrong), outcome
-    assert {path.name for path in run.iterdir()} <= {"config.yaml", ".lock"}
+    assert {path.name for path in run.iterdir()} <= {"config.yaml", ".lock", ".request"}
 
 
 def test_120_values_of_the_wrong_type(capsys: pytest.CaptureFixture[str]) -> None:
@@ -310,6 +310,7 @@ def test_a_configuration_file_cut_anywhere_is_refused_or_complete(capsys: pytest
         ("doctor --jason", "'--json'"),
         ("doctor now", "'now'"),
         ("presets now", "'now'"),
+        ("presets --now", "'--now'"),
         ("compare nowhere", "nowhere"),
         ("compare .", "holds no run"),
         ("train", "PRESET"),

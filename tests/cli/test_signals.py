@@ -4,107 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import hanging_env
-import psutil
 import pytest
-from commands import environment, start_words
+from started_runs import PROCESSES, Flags, Started, lives, started, training
 
 from qfleet.runtime import checkpoint
-from qfleet.runtime.memory import shared_memory_root
 
-SOON_S, LOADED_S = 10.0, 30.0
-"""How long an end may take; and a process that is still loading modules, which heeds nothing before it has done so."""
-SMALL = {
-    "env-steps": "100000000",
-    "topology": "pipeline",
-    "network.hidden": "16",
-    "learner.learning-starts": "100",
-    "checkpoint.every": "1000000000",
-    "evaluation.every": "1000000000",
-    "track.every-s": "0.1",
-}
-PROCESSES = {"placement": "processes", "actors": "2"}
 WORKERS = {"env.vectorisation": "async", "actor.envs": "4"}
 EVALUATING = {"evaluation.every": "500", "evaluation.episodes": "10000"}
 SAVING = {"checkpoint.every": "1"}
-Flags = dict[str, str]
-
-
-class Started:
-    """A run in a session of its own, as a terminal has one."""
-
-    def __init__(self, run: Path, flags: Flags, preset: str = "gym:CartPole-v1", more: Flags | None = None) -> None:
-        words = [word for name, value in {**SMALL, **flags}.items() for word in (f"--{name}", value)]
-        self.run = run
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
-        self.process = subprocess.Popen(
-            start_words(["train", preset, "--run-dir", str(run), "--quiet", *words]),
-            stdout=subprocess.DEVNULL, stderr=self._errors, env=environment() | (more or {}), start_new_session=True,
-        )  # fmt: skip
-        self.family: dict[int, psutil.Process] = {}
-
-    def wait_for(self, moment: Callable[[Path], bool], seconds: float = 0.0) -> None:
-        """Wait for a moment, and then so much longer."""
-        until = time.monotonic() + 120
-        while not moment(self.run):
-            assert self.process.poll() is None, self.errors()
-            assert time.monotonic() < until, "the moment did not come"
-            self.look()
-            time.sleep(0.005)
-        time.sleep(seconds)
-        self.look()
-
-    def look(self) -> None:
-        """Remember all processes that the run has started so far."""
-        for process in psutil.Process(self.process.pid).children(recursive=True):
-            self.family.setdefault(process.pid, process)
-
-    def errors(self) -> str:
-        self._errors.seek(0)
-        return self._errors.read().decode()
-
-    def end(self) -> int:
-        """Wait for the end; return the exit code. Fails if that takes long, or if anything is left."""
-        code = self.process.wait(SOON_S)
-        until = time.monotonic() + LOADED_S
-        while (left := [process for process in self.family.values() if _lives(process)]) and time.monotonic() < until:
-            time.sleep(0.02)
-        assert not left, [process.cmdline() for process in left]
-        assert not list(shared_memory_root().glob(f"*qfleet-{self.process.pid}-*"))
-        assert "Traceback" not in self.errors()
-        return code
-
-    def clean_up(self) -> None:
-        """Leave nothing to the next test, whatever went wrong."""
-        if self.process.poll() is None:
-            self.look()
-            self.process.kill()
-        self.process.wait()
-        for process in filter(_lives, self.family.values()):
-            process.kill()
-        self._errors.close()
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def started(run: Path) -> bool:
-    return (run / "config.yaml").is_file()
-
-
-def training(run: Path) -> bool:
-    metrics = run / "metrics.jsonl"
-    return metrics.is_file() and metrics.stat().st_size > 0
 
 
 def saving(run: Path) -> bool:
@@ -163,7 +75,7 @@ def test_a_run_ends_cleanly_when_all_its_processes_are_asked_to(number: signal.S
     run = Started(tmp_path / "run", PROCESSES)
     try:
         run.wait_for(training, 1.0)
-        for process in filter(_lives, run.family.values()):
+        for process in filter(lives, run.family.values()):
             process.send_signal(number)
         os.killpg(run.process.pid, number)
         assert run.end() == 130, run.errors()
@@ -180,7 +92,7 @@ def test_a_role_that_is_stopped_does_not_hold_up_the_end(kind: str, tmp_path: Pa
     run = Started(tmp_path / "run", PROCESSES)
     try:
         run.wait_for(training, 1.0)
-        (victim,) = [process for process in run.family.values() if _lives(process) and process.name() == kind]
+        (victim,) = [process for process in run.family.values() if lives(process) and process.name() == kind]
         victim.suspend()
         time.sleep(0.5)
         run.process.send_signal(signal.SIGTERM)

@@ -88,3 +88,10 @@ def test_every_event_that_the_source_announces_is_documented() -> None:
     source = Path(__file__).parents[2] / "src" / "qfleet"
     announced = {name for path in source.rglob("*.py") for name in re.findall(r'"event": "(\w+)"', path.read_text())}
     assert announced <= set(sections(PAGE, 3))
+
+
+def test_the_notices_that_a_status_counts_as_faults_are_documented() -> None:
+    from qfleet.operating import FAULTS
+
+    (kinds,) = re.findall(r"^\| `kind` \| always \| (.*) \|$", sections(PAGE, 3)["notice"], re.M)
+    assert set(FAULTS) <= set(re.findall(r"`(\w+)`", kinds))

@@ -35,7 +35,7 @@ def main(name: str) -> None:
     run = qfleet.train(with_changes(apply(preset("cartpole"), "rainbow"), small), seed=7, run_dir=HERE / name)
     (run.dir / "answers.json").write_text(json.dumps(qfleet.load(run.dir).q(OBSERVATIONS).tolist()))
     for path in run.dir.iterdir():
-        if path.name in ("metrics.jsonl", "events.jsonl", "summary.json", ".lock"):
+        if path.name in ("metrics.jsonl", "events.jsonl", "summary.json", ".lock", ".request"):
             path.unlink()
     for old in checkpoint.complete(run.dir / "checkpoints")[:-1]:
         shutil.rmtree(old)

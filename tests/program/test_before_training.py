@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
+import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -92,11 +95,15 @@ def test_a_directory_that_a_living_run_uses_is_refused_and_that_of_a_dead_one_ta
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         try:
-            with pytest.raises(ConfigError, match=f"in use by process {holder.pid}; .*--run-dir"):
+            named = rf"in use by {getpass.getuser()}@{socket.gethostname()} \(process {holder.pid}, since 20.*--run-dir"
+            with pytest.raises(ConfigError, match=named):
                 api.resume(run.dir, env_steps=400)
+            with pytest.raises(ConfigError, match=named):
+                api.train(short(env_steps=300), run_dir=run.dir)
         finally:
             holder.kill()
-    assert (run.dir / ".lock").read_text() == f"{holder.pid}\n", "it died without giving the lock back"
+    record = json.loads((run.dir / ".lock").read_text())
+    assert (record["pid"], record["until"]) == (holder.pid, None), "it died without giving the lock back"
     assert api.resume(run.dir, env_steps=400).summary["env_steps"] == 400
 
 

@@ -19,6 +19,7 @@ from qfleet import Callbacks
 from qfleet.core.errors import ConfigError
 from qfleet.observe.sinks import read_jsonl
 from qfleet.runtime import checkpoint
+from qfleet.session import Interrupts
 
 
 def interrupt_myself() -> None:
@@ -73,6 +74,16 @@ def test_two_quick_signals_count_as_one(tmp_path):
     run = qfleet.train(short(), run_dir=tmp_path / "run", callbacks=Callbacks(on_step=on_step))
     assert run.summary["stopped_by"] == "interrupt"
     assert [path.name for path in checkpoint.complete(run.dir / "checkpoints")] == ["000000000320"]
+
+
+def test_a_request_that_comes_while_a_run_falls_back_is_heeded_when_it_goes_on():
+    interrupts = Interrupts()
+    interrupts.ignore()
+    assert not interrupts.ask()
+    interrupts.heed()
+    assert interrupts.ask()
+    assert interrupts.ask()
+    assert interrupts.count == 1, "a run that is being ended is left in peace"
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_anew(tmp_path):

@@ -29,6 +29,7 @@ EXTRAS = {
     "envpool": (("envpool",), "environments stepped by EnvPool's threads"),
     "media": (("PIL", "pygame"), "recordings (eval --record) and drawn environments"),
     "plot": (("matplotlib",), "learning curves as pictures (compare --output)"),
+    "prometheus": (("prometheus_client",), "metrics for Prometheus (--track.prometheus PORT)"),
     "ray": (("ray",), "runs on many machines (--placement ray)"),
     "track": (("tensorboard", "wandb"), "TensorBoard and Weights & Biases"),
 }
@@ -163,7 +164,7 @@ def _text(findings: dict[str, Any]) -> str:
     lines += ["extras (pip install 'qfleet[NAME]')"]
     for name, extra in findings["extras"].items():
         reason = extra["broken"] or f"{', '.join(extra['missing'])} missing"
-        lines.append(f"  {name:<9} {'yes' if extra['present'] else f'no ({reason})':<28} {extra['enables']}")
+        lines.append(f"  {name:<10} {'yes' if extra['present'] else f'no ({reason})':<28} {extra['enables']}")
     lines += ["writable"]
     for name, place in findings["writable"].items():
         lines.append(f"  {'yes' if place['writable'] else 'NO ':<4} {name}: {place['path']}")

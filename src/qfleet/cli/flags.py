@@ -87,8 +87,8 @@ def unknown_flag(flag: Given, known: Iterable[str], otherwise: str = "") -> Conf
         alike = difflib.SequenceMatcher(None, flag.name.replace(".", "_"), name.replace(".", "_")).ratio()
         return alike + (_SAME_END if same_end else 0.0)
 
-    nearest = max(known, key=nearness)
-    hint = f" Did you mean '{flag_of(nearest)}'?" if nearness(nearest) >= _NEAR else otherwise
+    nearest = max(known, key=nearness, default=None)  # a verb may have no flag at all
+    hint = f" Did you mean '{flag_of(nearest)}'?" if nearest and nearness(nearest) >= _NEAR else otherwise
     return ConfigError(f"unknown flag '{flag.flag}'.{hint}")
 
 

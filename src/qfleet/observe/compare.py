@@ -14,7 +14,7 @@ from qfleet.core.seeding import numpy_stream
 from qfleet.core.statistics import Estimate, estimate, iqm, mean_ci95
 from qfleet.observe.plots import draw_curves
 from qfleet.observe.runs import Numbers, Run, find_runs
-from qfleet.observe.text import count, duration, number, rate
+from qfleet.observe.text import aligned, count, duration, number, rate
 
 GRID_POINTS = 101
 
@@ -96,13 +96,7 @@ def learning_curve(runs: Sequence[Run]) -> Curve:
 def table(groups: Sequence[Group]) -> str:
     """Return one aligned line of results for each group, with what the columns mean below."""
     header = ("group", "runs", "final mean", "final IQM", "solved", "steps to target", "time to target", "steps/s")
-    rows = [header, *(_row(group) for group in groups)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
-    lines.insert(1, "-" * len(lines[0]))
+    lines = aligned([header, *(_row(group) for group in groups)])
     lines.append("[low, high]: 95 % bootstrap interval over runs. To target, steps/s: medians over runs.")
     if any(not run.finished for group in groups for run in group.runs):
         lines.append("*: with last validation scores, for runs that have no final evaluation on test seeds.")

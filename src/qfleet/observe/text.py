@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 _JUDGED = {"kept": "kept", "taken_back": "took back"}
 """How a balancer's judgements are told, by name; the change that is judged follows."""
-_SHOWN_ELSEWHERE = {"event", "time", "env_steps", "wall_s", "text"}
+_SHOWN_ELSEWHERE = {"event", "time", "env_steps", "wall_s", "text", "role", "index"}
 
 
 def known(record: Mapping[str, Any], key: str) -> float | None:
@@ -64,30 +64,54 @@ def one_line(text: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table whose first row is its header: the first column to the left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+
+
 def sentence(record: Mapping[str, Any]) -> str:
     """Return one line that tells an event of `events.jsonl` to a person."""
     name, steps = str(record.get("event", "event")), known(record, "env_steps")
     head = name if steps is None else f"{name} at {count(steps)} steps"
+    told = one_line(f"{who(record) if record.get('role') else ''} {details(record)}")
+    return one_line(f"{head}: {told}" if told else head)
+
+
+def who(record: Mapping[str, Any]) -> str:
+    """Return which role an event is about, as in `actor[1]`; `run` where it is about all of them."""
+    return f"{record['role']}[{record.get('index', 0)}]" if record.get("role") else "run"
+
+
+def details(record: Mapping[str, Any]) -> str:
+    """Return in one line what an event tells besides its name, its role and the steps at which it happened."""
+    name = record.get("event")
     if name == "evaluation":
-        return one_line(f"{head}: {_evaluation(record)}")
+        return one_line(_evaluation(record))
     if name == "notice":
-        source = f"{record['role']}[{record.get('index', 0)}] " if record.get("role") else ""
-        return one_line(f"{head}: {source}{record.get('text', '')}")
+        return one_line(str(record.get("text", "")))
     if name == "balance":
-        return one_line(f"{head}: {decision(record)}")
-    details = [str(record["text"])] if record.get("text") else []
-    details += [_field(key, value) for key, value in record.items() if key not in _SHOWN_ELSEWHERE and _simple(value)]
-    return one_line(f"{head}: {', '.join(details)}" if details else head)
+        return _decided(record)
+    told = [str(record["text"])] if record.get("text") else []
+    told += [_field(key, value) for key, value in record.items() if key not in _SHOWN_ELSEWHERE and _simple(value)]
+    return one_line(", ".join(told))
 
 
 def decision(record: Mapping[str, Any]) -> str:
     """Return what a "balance" event tells: of whom, what and why, or what came of it and why it had been done."""
+    return one_line(f"{who(record)} {_decided(record)}")
+
+
+def _decided(record: Mapping[str, Any]) -> str:
     name, text = str(record.get("decision", "")), str(record.get("text", ""))
-    whom = f"{record.get('role', '')}[{record.get('index', 0)}]"
-    now = f" now {record['inference']}," if record.get("inference") else ""
+    now = f"now {record['inference']}, " if record.get("inference") else ""
     said = f"{_JUDGED[name]} {text}" if name in _JUDGED else f"{name.replace('_', ' ')}: {text}"
     because = f" ({record['because']})" if record.get("because") else ""
-    return one_line(f"{whom}{now} {said}{because}")
+    return one_line(f"{now}{said}{because}")
 
 
 def _evaluation(record: Mapping[str, Any]) -> str:

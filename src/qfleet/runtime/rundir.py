@@ -1,24 +1,25 @@
-"""A run's directory: where its files are, and the lock that keeps a second process out while one is using it."""
+"""A run's directory: where its files are; a second process is kept out while one is using it."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import ConfigError, QfleetError
+from qfleet.runtime.ownership import INTERRUPTED, Ownership, interrupt_main_thread, look, refusal
 
 MEETING = ".rendezvous-"
 """How the names of files begin by which the learners of a run meet."""
 
 
 class RunDir:
-    """Paths of one run; a context manager that holds the directory's lock."""
+    """Paths of one run; a context manager that owns the directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -27,7 +28,11 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
         self.summary = path / "summary.json"
-        self._lock: int | None = None
+        self.end: Callable[[], bool] = lambda: False
+        """Called in another thread when somebody asks for the run's end, until it returns True; Ctrl-C where it can."""
+        self.ended_by = ""
+        """Who asked for that: USER@HOST."""
+        self._ownership: Ownership | None = None
         self.begun = False
         """Whether anything came of the run that must be kept."""
         self._made = False
@@ -42,6 +47,8 @@ class RunDir:
         except OSError as error:
             raise ConfigError(f"run directory {path} cannot be made: {error.strerror}") from error
         if held:
+            if (sight := look(path)).alive:
+                raise refusal(path, sight)
             raise ConfigError(
                 f"{path} already holds a run: go on with `qfleet resume {path}`, or choose another --run-dir"
             )
@@ -56,19 +63,14 @@ class RunDir:
         return run
 
     def __enter__(self) -> RunDir:
-        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            owner = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
-            os.close(descriptor)
-            raise ConfigError(
-                f"{self.path} is in use by process {owner}; wait for it, stop it, or choose another --run-dir"
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
-        self._lock = descriptor
+        if threading.current_thread() is threading.main_thread():
+            self.end = interrupt_main_thread
+        self._ownership = Ownership.acquire(self.path, self._asked)
         return self
+
+    def _asked(self, by: str) -> bool:
+        self.ended_by = by
+        return self.end()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -77,15 +79,22 @@ class RunDir:
             shutil.rmtree(self.path)  # refused before it began: leave nothing behind
         for place in self.path.glob(f"{MEETING}*"):
             place.unlink(missing_ok=True)  # ranks that were killed left it
-        if self._lock is not None:
-            # The kernel gives the lock back, as it does when the process dies. The file stays: another process may have
-            # opened it meanwhile, and would lock what nobody else could find any more.
-            os.close(self._lock)
-            self._lock = None
+        if self._ownership is not None:
+            self._ownership.release(ending(error))
+            self._ownership = None
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, complete or not at all."""
         write_atomically(self.summary, json.dumps(summary, indent=1) + "\n")
+
+
+def ending(error: BaseException | None) -> str:
+    """Return how an error that ends a run is told; empty for none."""
+    if error is None:
+        return ""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return str(error) if isinstance(error, QfleetError) else f"{type(error).__name__}: {error}"
 
 
 def write_atomically(path: Path, text: str) -> None:

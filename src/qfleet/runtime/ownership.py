@@ -1,0 +1,222 @@
+"""Who is using a run's directory: a lock that dies with its owner, a record that names them, and signs of life.
+
+On one machine the lock says for certain whether the owner lives. Some shared disks do not carry locks from machine to
+machine; there the signs of life decide, which are the modification time of the lock's file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import getpass
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from qfleet.core.errors import ConfigError
+
+LOCK, REQUEST = ".lock", ".request"
+INTERRUPTED = "interrupted"
+"""The ending of an owner that was told to end at once."""
+BEAT_S = 1.0
+"""Seconds between two signs of life, and between two looks for a request to end the run."""
+SILENT_S = 60.0
+"""An owner on another machine, whose lock cannot be seen, is taken for dead when it was silent for so long."""
+_PATIENCE_S = 0.3
+"""How long a lock is tried: whoever looks at a run holds it for a moment."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that uses a run's directory, or used it last. Times are Unix times."""
+
+    user: str
+    host: str
+    pid: int
+    since: float
+    until: float | None = None
+    """When it gave the directory back; None as long as it did not."""
+    ending: str = ""
+    """What it ended with, if that was an error."""
+
+    def __str__(self) -> str:
+        return f"{self.user}@{self.host} (process {self.pid}, since {clock(self.since)})"
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What can be seen of a directory's owner from this machine."""
+
+    owner: Owner | None
+    locked: bool | None
+    """Whether somebody holds the lock; None where the disk has no locks."""
+    silent_s: float
+    """Seconds since the last sign of life, by this machine's clock."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether somebody is using the directory, as far as that can be told from here."""
+        if self.locked:
+            return True
+        if self.owner is None or self.owner.until is not None:
+            return False
+        elsewhere = self.locked is None or self.owner.host != socket.gethostname()
+        return elsewhere and self.silent_s < SILENT_S
+
+    @property
+    def doubt(self) -> str:
+        """What a person should know of how `alive` was told; empty where it is certain."""
+        silence = f"no sign of life for {self.silent_s:.0f} s"
+        if self.locked and self.silent_s >= SILENT_S:
+            return f"{silence} although its lock is held: its driver is suspended or hangs, or clocks differ"
+        if self.locked or self.owner is None or self.owner.until is not None:
+            return ""
+        if self.alive:
+            return f"its lock cannot be seen from here; last sign of life {max(0.0, self.silent_s):.0f} s ago"
+        return "" if self.owner.host == socket.gethostname() else f"{silence}; only {self.owner.host} knows for certain"
+
+
+def look(directory: Path) -> Sight:
+    """Return what can be seen of a directory's owner; changes nothing."""
+    try:
+        descriptor = os.open(directory / LOCK, os.O_RDONLY)
+    except OSError:
+        return Sight(None, False, float("inf"))
+    try:
+        return Sight(_read(descriptor), _taken(descriptor, fcntl.LOCK_SH), _silence(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def refusal(directory: Path, sight: Sight) -> ConfigError:
+    """Return the error for whoever wants to use a directory that somebody is using."""
+    remedy = f"wait for it, stop it with `qfleet stop {directory}`, or choose another --run-dir"
+    if not sight.locked:
+        remedy += f" ({sight.doubt}: if it is gone for good, the directory is free after {SILENT_S:.0f} s of silence)"
+    return ConfigError(f"{directory} is in use by {sight.owner or 'an unknown process'}; {remedy}")
+
+
+def request_end(directory: Path) -> None:
+    """Ask the owner of a directory to end its run, from any machine that shares the disk."""
+    try:
+        (directory / REQUEST).write_text(f"{_user()}@{socket.gethostname()}\n")
+    except OSError as error:
+        raise ConfigError(
+            f"{directory / REQUEST} cannot be written ({error.strerror}), and so its owner cannot be asked to end it"
+        ) from error
+
+
+def clock(time_s: float) -> str:
+    """Return a Unix time as this machine's date and time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+
+
+@dataclass
+class Ownership:
+    """The hold on a directory; made by `acquire`, ended by `release`."""
+
+    directory: Path
+    owner: Owner
+    asked: Callable[[str], bool]
+    """Called in another thread with who asks for the run's end, once a second until it says that it has heard."""
+    _descriptor: int
+    _over: threading.Event = field(default_factory=threading.Event)
+    _beats: threading.Thread | None = None
+
+    @classmethod
+    def acquire(cls, directory: Path, asked: Callable[[str], bool]) -> Ownership:
+        """Take a directory; refuses one that somebody else is using, and takes over that of the dead."""
+        try:
+            descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError(f"run directory {directory} cannot be written: {error.strerror}") from error
+        sight = Sight(_read(descriptor), _taken(descriptor, fcntl.LOCK_EX), _silence(descriptor))
+        if sight.alive:
+            os.close(descriptor)
+            raise refusal(directory, sight)
+        owner = Owner(_user(), socket.gethostname(), os.getpid(), time.time())
+        ownership = cls(directory, owner, asked, descriptor)
+        try:
+            ownership._begin()
+        except OSError:
+            os.close(descriptor)
+            raise
+        return ownership
+
+    def release(self, ending: str = "") -> None:
+        """Give the directory back; `ending` is the error, if one ended the run."""
+        self._over.set()
+        if self._beats is not None:
+            self._beats.join()
+        with contextlib.suppress(OSError):  # a full disk: then the free lock says it
+            _write(self._descriptor, replace(self.owner, until=time.time(), ending=ending))
+        os.close(self._descriptor)  # the kernel gives the lock back, as it does when the process dies
+
+    def _begin(self) -> None:
+        _write(self._descriptor, self.owner)
+        # Made now and filled later: of a file that is there, another machine's change is seen at once on NFS as well.
+        (self.directory / REQUEST).write_text("")
+        self._beats = threading.Thread(target=self._beat, name="ownership", daemon=True)
+        self._beats.start()
+
+    def _beat(self) -> None:
+        heard = False
+        while not self._over.wait(BEAT_S):
+            with contextlib.suppress(OSError):
+                os.utime(self._descriptor)
+                if not heard and (by := (self.directory / REQUEST).read_text().strip()):
+                    heard = self.asked(by)
+
+
+def interrupt_main_thread() -> bool:
+    """Do what Ctrl-C does, from any thread; returns True."""
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, signal.SIGINT)
+    return True
+
+
+def _taken(descriptor: int, how: int) -> bool | None:
+    """Try to lock a file; returns whether somebody else holds it, None where the disk has no locks."""
+    until = time.monotonic() + (_PATIENCE_S if how == fcntl.LOCK_EX else 0.0)
+    while True:
+        try:
+            fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return True
+            time.sleep(0.02)
+        except OSError:
+            return None
+
+
+def _read(descriptor: int) -> Owner | None:
+    """Return the record in a lock's file; None if there is none, as in the files of older versions."""
+    try:
+        return Owner(**json.loads(os.pread(descriptor, 1 << 16, 0).partition(b"\n")[0]))
+    except (ValueError, TypeError):
+        return None
+
+
+def _write(descriptor: int, owner: Owner) -> None:
+    line = json.dumps(asdict(owner)).encode() + b"\n"
+    os.pwrite(descriptor, line, 0)  # first, so that whoever reads meanwhile finds a whole line
+    os.ftruncate(descriptor, len(line))
+
+
+def _silence(descriptor: int) -> float:
+    return time.time() - os.fstat(descriptor).st_mtime
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has no name
+        return str(os.getuid())

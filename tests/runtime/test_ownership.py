@@ -1,0 +1,232 @@
+"""Who may use a run's directory: the living keep it, the dead lose it, on this machine and on others."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from qfleet.core.errors import ConfigError
+from qfleet.runtime import ownership
+from qfleet.runtime.ownership import LOCK, SILENT_S, Owner, Ownership, Sight, look, request_end
+from qfleet.runtime.rundir import RunDir
+
+HERE = socket.gethostname()
+
+
+def nobody(by: str) -> bool:
+    raise AssertionError(f"{by} asked")
+
+
+def leave_record(run: Path, host: str, silent_s: float, until: float | None = None) -> None:
+    """Leave what an owner on some machine leaves that did not give its directory back."""
+    record = Owner("ann", host, 4711, since=1e9, until=until)
+    (run / LOCK).write_text(json.dumps(asdict(record)) + "\n")
+    os.utime(run / LOCK, (time.time() - silent_s,) * 2)
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, how: int) -> NoReturn:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "BEAT_S", 0.01)
+
+
+def test_an_owner_is_seen_while_it_owns_and_remembered_after(tmp_path: Path) -> None:
+    own = Ownership.acquire(tmp_path, nobody)
+    sight = look(tmp_path)
+    assert (sight.alive, sight.locked, sight.doubt) == (True, True, "")
+    assert sight.owner is not None
+    assert (sight.owner.host, sight.owner.pid, sight.owner.until) == (HERE, os.getpid(), None)
+    own.release("it broke")
+    after = look(tmp_path)
+    assert (after.alive, after.locked, after.doubt) == (False, False, "")
+    assert after.owner is not None
+    assert after.owner.ending == "it broke"
+    assert after.owner.until is not None
+    assert after.owner.until >= after.owner.since == sight.owner.since
+
+
+def test_a_directory_that_somebody_owns_is_refused_with_the_name(tmp_path: Path) -> None:
+    own = Ownership.acquire(tmp_path, nobody)
+    with pytest.raises(ConfigError, match=rf"in use by .*@{HERE} \(process {os.getpid()}, since .*qfleet stop"):
+        Ownership.acquire(tmp_path, nobody)
+    own.release()
+    Ownership.acquire(tmp_path, nobody).release()
+
+
+def test_looking_at_a_directory_does_not_keep_others_from_taking_it(tmp_path: Path) -> None:
+    Ownership.acquire(tmp_path, nobody).release()
+    looking = os.open(tmp_path / LOCK, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)  # as `look` does
+    timer = threading.Timer(0.1, os.close, [looking])
+    timer.start()
+    Ownership.acquire(tmp_path, nobody).release()
+    timer.join()
+
+
+@pytest.mark.parametrize("silent_s", [0.0, 5.0, SILENT_S + 5.0])
+def test_an_owner_that_died_on_this_machine_loses_the_directory_at_once(silent_s: float, tmp_path: Path) -> None:
+    leave_record(tmp_path, HERE, silent_s)
+    assert not look(tmp_path).alive
+    Ownership.acquire(tmp_path, nobody).release()
+
+
+def test_an_owner_on_another_machine_whose_lock_is_not_seen_is_believed_its_signs_of_life(tmp_path: Path) -> None:
+    leave_record(tmp_path, "elsewhere", silent_s=7.0)
+    sight = look(tmp_path)
+    assert (sight.alive, sight.locked) == (True, False)
+    assert "last sign of life 7 s ago" in sight.doubt
+    with pytest.raises(ConfigError, match=r"in use by ann@elsewhere \(process 4711.*free after 60 s of silence"):
+        Ownership.acquire(tmp_path, nobody)
+    leave_record(tmp_path, "elsewhere", silent_s=SILENT_S + 1)
+    assert "only elsewhere knows for certain" in look(tmp_path).doubt
+    Ownership.acquire(tmp_path, nobody).release()
+
+
+def test_what_was_given_back_on_another_machine_is_free_at_once(tmp_path: Path) -> None:
+    leave_record(tmp_path, "elsewhere", silent_s=0.0, until=time.time())
+    assert look(tmp_path).doubt == ""
+    Ownership.acquire(tmp_path, nobody).release()
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_on_a_disk_without_locks_signs_of_life_decide(tmp_path: Path) -> None:
+    own = Ownership.acquire(tmp_path, nobody)
+    assert look(tmp_path).locked is None
+    with pytest.raises(ConfigError, match="in use by"):
+        Ownership.acquire(tmp_path, nobody)
+    own.release()
+    leave_record(tmp_path, HERE, silent_s=SILENT_S + 1)
+    Ownership.acquire(tmp_path, nobody).release()
+
+
+@pytest.mark.parametrize("content", ["", "1234\n", "[1]\n", '{"user": "ann"}\n', '{"user": "an'])
+def test_the_lock_of_an_older_version_and_a_torn_one_name_nobody_and_are_taken(content: str, tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text(content)
+    assert look(tmp_path).owner is None
+    Ownership.acquire(tmp_path, nobody).release()
+
+
+def test_a_driver_that_is_suspended_is_alive_with_a_doubt() -> None:
+    sight = Sight(Owner("ann", HERE, 1, 1e9), locked=True, silent_s=300.0)
+    assert sight.alive
+    assert "300 s" in sight.doubt
+    assert "suspended" in sight.doubt
+
+
+@pytest.mark.usefixtures("quick")
+def test_signs_of_life_come_and_a_request_is_told_until_it_is_heard(tmp_path: Path) -> None:
+    heard: list[str] = []
+
+    def hear(by: str) -> bool:
+        heard.append(by)
+        return len(heard) > 1  # deaf the first time
+
+    (tmp_path / ".request").write_text("somebody, in an earlier life\n")
+    own = Ownership.acquire(tmp_path, hear)
+    os.utime(tmp_path / LOCK, (1e9, 1e9))
+    _wait_until(lambda: look(tmp_path).silent_s < 60)
+    assert heard == []
+    request_end(tmp_path)
+    _wait_until(lambda: len(heard) > 1)
+    request_end(tmp_path)
+    before = (tmp_path / LOCK).stat().st_mtime_ns
+    _wait_until(lambda: (tmp_path / LOCK).stat().st_mtime_ns > before)
+    own.release()
+    assert heard == [f"{ownership._user()}@{HERE}"] * 2
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_request_is_a_ctrl_c_to_whoever_uses_a_run_in_the_main_thread(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+
+    def use() -> None:
+        with run:
+            request_end(tmp_path)
+            time.sleep(30)  # a system call that the signal must cut short
+
+    with pytest.raises(KeyboardInterrupt):
+        use()
+    assert run.ended_by.endswith(f"@{HERE}")
+    owner = look(tmp_path).owner
+    assert owner is not None
+    assert owner.ending == ownership.INTERRUPTED
+
+
+def test_a_run_of_another_user_cannot_be_asked_and_that_is_said(tmp_path: Path) -> None:
+    (tmp_path / ".request").mkdir()  # what root, too, cannot write
+    with pytest.raises(ConfigError, match=r"\.request cannot be written .*cannot be asked"):
+        request_end(tmp_path)
+
+
+def test_a_user_without_a_name_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> NoReturn:
+        raise KeyError("getpwuid(): uid not found: 1000")
+
+    monkeypatch.setattr("getpass.getuser", unknown)
+    assert ownership._user() == str(os.getuid())
+
+
+RACER = """
+import sys, time
+from pathlib import Path
+from qfleet.core.errors import ConfigError
+from qfleet.runtime.ownership import Ownership
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    Ownership.acquire(Path(sys.argv[1]), print)
+except ConfigError:
+    print("refused", flush=True)
+else:
+    print("taken", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_of_several_that_want_a_directory_at_the_same_moment_one_gets_it(tmp_path: Path) -> None:
+    leave_record(tmp_path, HERE, silent_s=5.0)
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(4)
+    ]
+    try:
+        lines = [(racer.stdin, racer.stdout) for racer in racers]
+        assert [out.readline() for _, out in lines if out] == ["ready\n"] * 4
+        for into, _ in lines:
+            assert into is not None
+            into.write("go\n")
+            into.flush()
+        assert sorted(out.readline() for _, out in lines if out) == ["refused\n"] * 3 + ["taken\n"]
+    finally:
+        for racer in racers:
+            racer.kill()
+            racer.communicate()
+
+
+def _wait_until(moment: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not moment():
+        assert time.monotonic() < until
+        time.sleep(0.005)

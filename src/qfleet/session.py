@@ -188,10 +188,12 @@ class Session:
             except (KeyError, TypeError) as error:
                 raise CheckpointError(f"{restore.directory}: its manifest does not say how the run stood") from error
             event |= {"event": "resumed", "env_steps": restore.manifest["env_steps"]}
-            event |= {"checkpoint": restore.directory.name, "skipped": restore.skipped}
+            event |= {"checkpoint": restore.directory.name, "skipped": restore.skipped, "mended": restore.mended}
             monitor.listen()
         event["resume_grade"] = grade if monitor.exact else "episode"
         monitor.announce(event)
+        if restore is not None:
+            _tell_damage(monitor, restore)
         return str(event["resume_grade"])
 
     def _own_sinks(self) -> list[Sink]:
@@ -246,6 +248,14 @@ def play_episodes(
     finally:
         env.close()
     return np.asarray(returns)
+
+
+def _tell_damage(monitor: Monitor, restore: checkpoint.Found) -> None:
+    """Say which files of the run were damaged, and what was done about it."""
+    used = f"checkpoint {restore.directory.name}, the one before, was used"
+    lines = [("damaged", f"{line}: {used}") for line in restore.skipped]
+    for kind, text in [*lines, *(("mended", line) for line in restore.mended)]:
+        monitor.announce({"event": "notice", "role": "checkpoint", "index": 0, "kind": kind, "text": text})
 
 
 @dataclass

@@ -79,15 +79,37 @@ def test_any_flipped_bit_or_lost_byte_is_noticed_named_and_skipped(tmp_path_fact
         content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     (newest / victim).write_bytes(bytes(content))
     found = checkpoint.newest_good(root)
-    if found.directory == newest:
-        # Only white space may change without being noticed.
-        assert victim == checkpoint.MANIFEST
-        assert json.loads((newest / victim).read_text()) == json.loads(before)
-    else:
-        assert found.directory.name == "000000000010"
-        assert str(newest) in found.skipped[0]
-        checkpoint.set_aside(found)
-        assert [path.name for path in checkpoint.complete(root)] == ["000000000010"]
+    assert found.directory.name == "000000000010"
+    assert str(newest / victim) in found.skipped[0]
+    checkpoint.set_aside(found)
+    assert [path.name for path in checkpoint.complete(root)] == ["000000000010"]
+
+
+@pytest.mark.parametrize("number", [1e-05, 0.30000000000000004])
+def test_a_manifest_in_other_words_is_damaged_even_if_it_means_the_same(tmp_path, number):
+    checkpoint.save(tmp_path, 1, lambda d: checkpoint.write_state(d, "role", {}), {"seconds": number}, 2)
+    path = tmp_path / "000000000001" / checkpoint.MANIFEST
+    text = path.read_text()
+    checkpoint.verify(path.parent)
+    for same in (text.replace("1e-05", "1E-05"), text.replace("0000004", "0000005"), f"{text} "):
+        assert same == text or json.loads(same) == json.loads(text)
+        path.write_text(same)
+        if same != text:
+            with pytest.raises(CheckpointError, match=r"manifest\.json: damaged"):
+                checkpoint.verify(path.parent)
+
+
+@pytest.mark.parametrize("victim", [checkpoint.MANIFEST, "learner-0.msgpack", "learner-0.safetensors"])
+def test_a_file_that_is_gone_or_cannot_be_read_is_named(tmp_path, victim):
+    save(tmp_path, 10)
+    newest = save(tmp_path, 20)
+    (newest / victim).unlink()
+    assert str(newest / victim) in checkpoint.newest_good(tmp_path).skipped[0]
+    (newest / victim).mkdir()
+    found = checkpoint.newest_good(tmp_path)
+    assert f"{newest / victim}: cannot be read" in found.skipped[0]
+    checkpoint.set_aside(found)
+    assert [path.name for path in checkpoint.complete(tmp_path)] == ["000000000010"]
 
 
 def test_a_second_checkpoint_of_the_same_step_overwrites_nothing_and_wins(tmp_path):
@@ -140,7 +162,7 @@ def test_a_manifest_cannot_name_files_outside_its_directory(tmp_path):
     del manifest["sha256"]
     manifest["files"]["../../secret"] = "0" * 64
     signed = {**manifest, "sha256": hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()}
-    (newest / checkpoint.MANIFEST).write_text(json.dumps(signed))
+    (newest / checkpoint.MANIFEST).write_text(json.dumps(signed, indent=1))
     with pytest.raises(CheckpointError, match="missing from the checkpoint"):
         checkpoint.verify(newest)
 

@@ -40,6 +40,8 @@ class Found:
     manifest: dict[str, Any]
     skipped: list[str]
     """A line for each newer checkpoint that is damaged."""
+    mended: list[str]
+    """A line for each of its files that was damaged and has been put right."""
 
 
 def write_state(directory: Path, name: str, state: State) -> None:
@@ -104,7 +106,9 @@ def save(root: Path, env_steps: int, fill: Callable[[Path], None], meta: dict[st
     _fsync(root)
     failpoint("checkpoint.before_removal")
     for old in complete(root)[:-keep]:
-        shutil.rmtree(old)
+        leaving = root / f".partial-{old.name}"  # in one step, so that none ever lacks some of its files
+        os.rename(old, leaving)
+        shutil.rmtree(leaving)
     _remove_chunks(root)
     return final
 
@@ -121,31 +125,55 @@ def _remove_chunks(root: Path) -> None:
 
 def complete(root: Path) -> list[Path]:
     """Return the finished checkpoints, oldest first; their content is not verified."""
-    return sorted(path for path in root.glob("[0-9]" * 12 + "*") if (path / MANIFEST).is_file())
+    return sorted(path for path in root.glob("[0-9]" * 12 + "*") if path.is_dir())
 
 
 def verify(directory: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint after checking it and every file against its hash."""
-    try:
-        manifest = json.loads((directory / MANIFEST).read_text())
-        version = manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{directory / MANIFEST}: not a qfleet manifest ({error})") from error
-    if version not in _READABLE:
-        raise CheckpointError(f"{directory}: format {version}; this version of qfleet reads {_READABLE}")
-    digest = manifest.pop("sha256", "")
-    if _digest(manifest) != digest:
-        raise CheckpointError(f"{directory / MANIFEST}: damaged (its hash differs from its content)")
+    """Return the manifest of a checkpoint after checking it and every file against its hash.
+
+    CheckpointError names the first file that is missing, damaged or foreign. Chunks with little damage are put right.
+    """
+    return _verified(directory)[0]
+
+
+def _verified(directory: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the manifest of a checkpoint that was checked, and a line for each chunk that was put right."""
+    manifest = _read_manifest(directory / MANIFEST)
     files: dict[str, str] = manifest["files"]
     present = {path.name for path in directory.iterdir()} - {MANIFEST}
     for name in sorted(files.keys() | present):
         path = directory / name
         if name not in present:
             raise CheckpointError(f"{path}: missing from the checkpoint")
-        if name not in files or _sha256(path) != files[name]:
+        if name not in files:
+            raise CheckpointError(f"{path}: no part of the checkpoint (its manifest does not name it)")
+        try:
+            digest = _sha256(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        if digest != files[name]:
             raise CheckpointError(f"{path}: damaged (its hash differs from the manifest's)")
-    for name in manifest.get("chunks", ()):
-        chunkfiles.verify(_chunk_folder(directory), name)
+    lines = [chunkfiles.make_good(_chunk_folder(directory), name) for name in manifest.get("chunks", ())]
+    return manifest, [line for line in lines if line]
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Return what a manifest says besides its hash, if every byte of it is as it was written."""
+    try:
+        text = path.read_bytes()
+        manifest = json.loads(text)
+        version = manifest["format"]
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing from the checkpoint") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: not a qfleet manifest ({error})") from error
+    if version not in _READABLE:
+        raise CheckpointError(f"{path}: format {version}; this version of qfleet reads {_READABLE}")
+    manifest.pop("sha256", None)
+    if _manifest_bytes(manifest) != text:  # a hash of what it says would miss 1E-5 in place of 1e-5
+        raise CheckpointError(f"{path}: damaged (its hash differs from its content)")
     return dict(manifest)
 
 
@@ -154,7 +182,8 @@ def newest_good(root: Path) -> Found:
     skipped: list[str] = []
     for directory in reversed(complete(root)):
         try:
-            return Found(directory, verify(directory), skipped)
+            manifest, mended = _verified(directory)
+            return Found(directory, manifest, skipped, mended)
         except CheckpointError as error:
             skipped.append(str(error))
     detail = "".join(f"\n  skipped {line}" for line in skipped)
@@ -186,12 +215,13 @@ def _write_manifest(directory: Path, content: dict[str, Any]) -> None:
     files = {path.name: _sha256(path) for path in sorted(directory.iterdir())}
     chunks = {name for path in directory.glob("*.chunks") for name in path.read_text().split()}
     manifest = {"format": FORMAT, "files": files, "chunks": sorted(chunks), **content}
-    (directory / MANIFEST).write_text(json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1))
+    (directory / MANIFEST).write_bytes(_manifest_bytes(manifest))
 
 
-def _digest(manifest: dict[str, Any]) -> str:
-    """Return the hash of a manifest without its own, whatever the order and the white space."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+def _manifest_bytes(manifest: dict[str, Any]) -> bytes:
+    """Return a manifest as it is written: with the hash of all it says at its end."""
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**manifest, "sha256": digest}, indent=1).encode()
 
 
 def _sha256(path: Path) -> str:

@@ -20,6 +20,7 @@ from qfleet.core import failpoints
 from qfleet.core.chunks import Chunk
 from qfleet.core.errors import CheckpointError
 from qfleet.runtime import checkpoint, chunkfiles
+from qfleet.runtime.epochs import Epoch
 
 
 class Diary:
@@ -36,7 +37,7 @@ class Diary:
 
     def save(self, root: Path, step: int, keep: int = 2) -> Path:
         state = {"pages": self.pages, "count": len(self.pages)}
-        return checkpoint.save(root, step, lambda d: checkpoint.write_state(d, "diary-0", state), {}, keep)
+        return checkpoint.save(Epoch.begin(root), step, lambda d: checkpoint.write_state(d, "diary-0", state), {}, keep)
 
 
 def texts(directory: Path) -> list[str]:
@@ -132,7 +133,7 @@ def test_a_kill_at_any_moment_leaves_the_last_checkpoint_good(
     keep_diary(root, 8, keep)  # as the resumed run would
     assert all(texts(path) == expected(int(path.name[:12])) for path in checkpoint.complete(root))
     assert chunk_names(root) == named(root), "nothing half written stays"
-    assert not list(root.glob(".partial-*"))
+    assert [path.name for path in root.glob(".epoch-*/*")] == ["owner"]
 
 
 @settings(max_examples=30, deadline=None)
@@ -160,7 +161,7 @@ def test_a_chunk_that_is_gone_or_too_damaged_is_named_and_the_checkpoint_before_
     assert found.directory == older
     assert str(victim) in found.skipped[0]
     assert ("missing" if damage == "remove" else "damaged") in found.skipped[0]
-    checkpoint.set_aside(found)
+    checkpoint.set_aside(found, Epoch.begin(root))
     assert texts(checkpoint.newest_good(root).directory) == expected(3)
 
 

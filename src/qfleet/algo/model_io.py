@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,8 +48,18 @@ class Model:
     """Further plain values: the reward scale, where the model comes from, and the like."""
 
 
-def save_model(directory: Path, network: QNetwork, spec: EnvSpec, configs: ModelConfigs, extra: dict[str, Any]) -> None:
-    """Write a model directory; a reader sees the old model, the new one, or (after a crash) a refusal."""
+def save_model(
+    directory: Path,
+    network: QNetwork,
+    spec: EnvSpec,
+    configs: ModelConfigs,
+    extra: dict[str, Any],
+    require: Callable[[], None] = lambda: None,
+) -> None:
+    """Write a model directory; a reader sees the old model, the new one, or (after a crash) a refusal.
+
+    `require` may raise at the last moment at which nothing has been replaced yet.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in network.state_dict().items()}
     content = safetensors.torch.save(tensors)
@@ -67,6 +78,7 @@ def save_model(directory: Path, network: QNetwork, spec: EnvSpec, configs: Model
         _stage(directory / TENSORS, content),
         _stage(directory / DESCRIPTION, json.dumps(description, indent=2, allow_nan=False).encode() + b"\n"),
     ]
+    require()
     for temporary, final in staged:
         os.replace(temporary, final)
 

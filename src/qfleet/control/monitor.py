@@ -17,7 +17,7 @@ import numpy as np
 
 from qfleet.control.progress import Progress
 from qfleet.control.steering import Steering
-from qfleet.core.errors import CheckpointError, QfleetError
+from qfleet.core.errors import CheckpointError, QfleetError, Superseded
 from qfleet.core.protocols import Placement
 from qfleet.core.statistics import iqm, mean_ci95
 from qfleet.core.types import Evaluated, Notice, Weights
@@ -303,6 +303,8 @@ class Monitor:
         for number, sink in enumerate(self.sinks):
             try:
                 tell(sink)
+            except Superseded:
+                raise
             except QfleetError as error:
                 if number not in self._mute:
                     self._mute.add(number)

@@ -47,16 +47,20 @@ class Silent:
 class JsonlSink:
     """Appends to `metrics.jsonl` and `events.jsonl`; a killed run loses at most the line it was writing."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, require: Callable[[], None] = lambda: None) -> None:
+        """Take what raises an error as soon as nothing may be written any more."""
+        self._require = require
         self._metrics = _open_whole(directory / "metrics.jsonl")
         self._events = _open_whole(directory / "events.jsonl")
 
     def metrics(self, record: Metrics) -> None:
         """Append one line to metrics.jsonl."""
+        self._require()
         _append(self._metrics, record)
 
     def event(self, record: Mapping[str, Any]) -> None:
         """Append one line to events.jsonl."""
+        self._require()
         _append(self._events, record)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 Layout: `checkpoints/000000012345/` with `manifest.json` (format, position, sha256 of every file and of itself) and, for
 each role, `NAME.msgpack` (plain values) and `NAME.safetensors` (arrays). What stays from one checkpoint to the next
 lies in `checkpoints/chunks/` (see `chunkfiles`); `NAME.chunks` and the manifest say what a checkpoint needs of it.
+All that changes there goes through the folder of the writer's epoch (see `epochs`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from qfleet.core import codec
 from qfleet.core.errors import CheckpointError
 from qfleet.core.failpoints import failpoint
 from qfleet.core.role import State
-from qfleet.runtime import chunkfiles
+from qfleet.runtime import chunkfiles, epochs
+from qfleet.runtime.epochs import Epoch
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -46,7 +48,7 @@ class Found:
 
 def write_state(directory: Path, name: str, state: State) -> None:
     """Write one role's state as two files, and those of its chunks that have no file yet."""
-    state, chunks = chunkfiles.write_all(_chunk_folder(directory), state)
+    state, chunks = chunkfiles.write_all(_chunk_folder(directory), state, directory / f".{name}.chunk")
     header, arrays = codec.pack(state)
     # Zero-dimensional and empty arrays keep their shape; safetensors wants contiguous ones.
     tensors = {str(i): np.ascontiguousarray(a).reshape(a.shape) for i, a in enumerate(arrays)}
@@ -81,21 +83,29 @@ def copy_state(directory: Path, source: str, name: str) -> None:
             shutil.copyfile(directory / f"{source}{suffix}", directory / f"{name}{suffix}")
 
 
-def save(root: Path, env_steps: int, fill: Callable[[Path], None], meta: dict[str, Any], keep: int) -> Path:
+def save(epoch: Epoch, env_steps: int, fill: Callable[[Path], None], meta: dict[str, Any], keep: int) -> Path:
     """Make one checkpoint: `fill` writes its files; it appears under its final name only when complete.
 
     At most `keep` complete checkpoints stay. None is ever overwritten: a second one of the same step has a suffix.
+    Superseded if a later epoch than the given one has begun.
     """
-    root.mkdir(parents=True, exist_ok=True)
+    epoch.require()
+    try:
+        return _save(epoch, env_steps, fill, meta, keep)
+    except (CheckpointError, OSError):
+        epoch.require()  # that may be why
+        raise
+
+
+def _save(epoch: Epoch, env_steps: int, fill: Callable[[Path], None], meta: dict[str, Any], keep: int) -> Path:
+    root = epoch.root
     final = _new_name(root, env_steps)
-    for stale in root.glob(".partial-*"):  # of a process that was killed: the directory has one user at a time
-        shutil.rmtree(stale)
-    partial = root / f".partial-{final.name}"
+    partial = epoch.folder / final.name
     partial.mkdir()
     try:
         fill(partial)
         failpoint("checkpoint.before_manifest")
-        _write_manifest(partial, {"env_steps": env_steps, **meta})
+        _write_manifest(partial, {"env_steps": env_steps, "epoch": epoch.number, **meta})
         for path in (*partial.iterdir(), partial, *root.glob(chunkfiles.FOLDER)):
             _fsync(path)
     except BaseException:
@@ -106,21 +116,21 @@ def save(root: Path, env_steps: int, fill: Callable[[Path], None], meta: dict[st
     _fsync(root)
     failpoint("checkpoint.before_removal")
     for old in complete(root)[:-keep]:
-        leaving = root / f".partial-{old.name}"  # in one step, so that none ever lacks some of its files
-        os.rename(old, leaving)
-        shutil.rmtree(leaving)
-    _remove_chunks(root)
+        epoch.discard(old)
+    _remove_chunks(epoch)
     return final
 
 
-def _remove_chunks(root: Path) -> None:
+def _remove_chunks(epoch: Epoch) -> None:
     """Delete the chunks that no checkpoint names."""
+    root = epoch.root
     try:
         manifests = [json.loads((directory / MANIFEST).read_text()) for directory in complete(root)]
         named = {name for manifest in manifests for name in manifest.get("chunks", ())}
     except (OSError, ValueError, AttributeError, TypeError):
         return  # what a damaged manifest names is not known: nothing is removed before it is gone
-    chunkfiles.remove_all_but(named, root / chunkfiles.FOLDER)
+    for path in chunkfiles.all_but(named, root / chunkfiles.FOLDER):
+        epoch.discard(path)
 
 
 def complete(root: Path) -> list[Path]:
@@ -190,18 +200,24 @@ def newest_good(root: Path) -> Found:
     raise CheckpointError(f"{root}: no usable checkpoint{detail}")
 
 
-def set_aside(found: Found) -> None:
+def set_aside(found: Found, epoch: Epoch) -> None:
     """Rename what is newer than a found checkpoint, and so damaged: it must not push out good ones later."""
-    for directory in complete(found.directory.parent):
+    for directory in complete(epoch.root):
         if directory.name > found.directory.name:
-            aside = directory.with_name(f".damaged-{directory.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(directory, aside)
+            aside, on_its_way = epoch.root / f".damaged-{directory.name}", epoch.folder / directory.name
+            epoch.discard(aside)
+            try:
+                os.rename(directory, on_its_way)  # which fails if the epoch is over: then it may be a newer, good one
+            except OSError:
+                epoch.require()
+                raise
+            os.rename(on_its_way, aside)
 
 
 def _chunk_folder(directory: Path) -> Path:
-    """Return where a checkpoint's chunks lie: beside it."""
-    return directory.parent / chunkfiles.FOLDER
+    """Return where a checkpoint's chunks lie: beside it, or beside the epoch's folder in which it is being made."""
+    beside = directory.parent if epochs.is_folder(directory.parent) else directory
+    return beside.parent / chunkfiles.FOLDER
 
 
 def _new_name(root: Path, env_steps: int) -> Path:

@@ -32,14 +32,17 @@ _PARITY = ".parity"
 _NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 
 
-def write_all(folder: Path, state: State) -> tuple[State, list[str]]:
-    """Write every chunk of a state that has no file yet; returns the state with their names in it, and the names."""
+def write_all(folder: Path, state: State, unfinished: Path) -> tuple[State, list[str]]:
+    """Write every chunk of a state that has no file yet; returns the state with their names in it, and the names.
+
+    Each is first written to `unfinished`, a path on the same disk that nobody else uses.
+    """
     names: list[str] = []
 
     def written(value: Any) -> Any:
         if isinstance(value, Chunk):
             if value.name is None or not (folder / value.name).is_file():
-                value.name = _write(folder, value.read())
+                value.name = _write(folder, value.read(), unfinished)
             names.append(value.name)
             return {_MARK: value.name}
         return _mapped(value, written)
@@ -105,30 +108,28 @@ def _replace(path: Path, content: bytes) -> None:
         raise CheckpointError(f"{path}: damaged, and cannot be put right ({error.strerror})") from error
 
 
-def remove_all_but(names: Collection[str], folder: Path) -> None:
-    """Delete every file of the folder that is not named, also what a killed process left half written."""
+def all_but(names: Collection[str], folder: Path) -> list[Path]:
+    """Return every file of the folder that belongs to none of the named chunks."""
     stems = {Path(name).stem for name in names}
-    for path in folder.glob("*"):
-        if path.stem not in stems:
-            path.unlink()
+    return [path for path in folder.glob("*") if path.stem not in stems]
 
 
-def _write(folder: Path, content: State) -> str:
+def _write(folder: Path, content: State, unfinished: Path) -> str:
     """Write a chunk; it appears under its name only when complete. Returns the name."""
     header, arrays = codec.pack(content)
     tensors = {str(i): np.ascontiguousarray(a).reshape(a.shape) for i, a in enumerate(arrays)}
     data = to_bytes({**tensors, "header": np.frombuffer(header, np.uint8)})
     name = _name(data)
     failpoint("checkpoint.before_chunk")
-    unfinished = folder / f".partial-{os.getpid()}"
     try:
         folder.mkdir(exist_ok=True)
+        unfinished.write_bytes(parity_of(data))
+        os.replace(unfinished, (folder / name).with_suffix(_PARITY))
         with unfinished.open("wb") as file:
             file.write(data)
             failpoint("checkpoint.in_chunk")
             file.flush()
             os.fsync(file.fileno())
-        (folder / name).with_suffix(_PARITY).write_bytes(parity_of(data))
         os.replace(unfinished, folder / name)
     except OSError as error:
         unfinished.unlink(missing_ok=True)

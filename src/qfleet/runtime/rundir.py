@@ -1,4 +1,4 @@
-"""A run's directory: where its files are, and the lock that keeps a second process out while one is using it."""
+"""A run's directory: where its files are, the lock that keeps a second process out while one is using it, its epoch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from qfleet.core.errors import ConfigError
+from qfleet.runtime.epochs import Epoch
 
 MEETING = ".rendezvous-"
 """How the names of files begin by which the learners of a run meet."""
@@ -28,6 +29,7 @@ class RunDir:
         self.model = path / "model"
         self.summary = path / "summary.json"
         self._lock: int | None = None
+        self._epoch: Epoch | None = None
         self.begun = False
         """Whether anything came of the run that must be kept."""
         self._made = False
@@ -68,22 +70,38 @@ class RunDir:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()}\n".encode())
         self._lock = descriptor
+        try:
+            self._epoch = Epoch.begin(self.checkpoints)
+        except OSError as error:
+            os.close(descriptor)
+            raise ConfigError(f"{self.checkpoints} cannot be written: {error.strerror}") from error
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for place in self.epoch.folder.glob(f"{MEETING}*"):
+            place.unlink(missing_ok=True)  # ranks that were killed left it
         if self._made and not self.begun and getattr(error, "exit_code", 0) == ConfigError.exit_code:
             shutil.rmtree(self.path)  # refused before it began: leave nothing behind
-        for place in self.path.glob(f"{MEETING}*"):
-            place.unlink(missing_ok=True)  # ranks that were killed left it
         if self._lock is not None:
             os.close(self._lock)  # the kernel gives the lock back, as it does when the process dies
             self._lock = None
 
+    @property
+    def epoch(self) -> Epoch:
+        """This use of the directory; only while the lock is held."""
+        assert self._epoch is not None, "the directory is not in use"
+        return self._epoch
+
+    def write(self, path: Path, text: str) -> None:
+        """Write a file of the run, complete or not at all; Superseded if another process has taken the run over."""
+        self.epoch.require()
+        write_atomically(path, text)
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json, complete or not at all."""
-        write_atomically(self.summary, json.dumps(summary, indent=1) + "\n")
+        """Write summary.json."""
+        self.write(self.summary, json.dumps(summary, indent=1) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -20,6 +20,7 @@ from qfleet.algo.networks import QNetwork, build_network
 from qfleet.algo.torsos import CustomConfig, NetworkConfig, Torso, TorsoFactory
 from qfleet.core.config import Config, describe
 from qfleet.core.errors import CheckpointError, ConfigError
+from qfleet.core.failpoints import failpoint
 from qfleet.core.spec import EnvSpec
 
 FORMAT, VERSION = "qfleet-model", 1
@@ -115,10 +116,15 @@ def _custom_class(network: QNetwork, configs: ModelConfigs) -> str | None:
 def _stage(path: Path, content: bytes) -> tuple[Path, Path]:
     """Write content beside its final place and return both paths; the renames follow when all files are safe."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            failpoint("model.write")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)  # half of it would take what room there is
+        raise
     return temporary, path
 
 

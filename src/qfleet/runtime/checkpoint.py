@@ -8,6 +8,7 @@ All that changes there goes through the folder of the writer's epoch (see `epoch
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -53,6 +54,7 @@ def write_state(directory: Path, name: str, state: State) -> None:
     # Zero-dimensional and empty arrays keep their shape; safetensors wants contiguous ones.
     tensors = {str(i): np.ascontiguousarray(a).reshape(a.shape) for i, a in enumerate(arrays)}
     try:
+        failpoint("checkpoint.state")
         save_file(tensors, directory / f"{name}.safetensors")
         (directory / f"{name}.msgpack").write_bytes(header)
         if chunks:
@@ -108,16 +110,17 @@ def _save(epoch: Epoch, env_steps: int, fill: Callable[[Path], None], meta: dict
         _write_manifest(partial, {"env_steps": env_steps, "epoch": epoch.number, **meta})
         for path in (*partial.iterdir(), partial, *root.glob(chunkfiles.FOLDER)):
             _fsync(path)
+        failpoint("checkpoint.before_rename")
+        os.rename(partial, final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    failpoint("checkpoint.before_rename")
-    os.rename(partial, final)
-    _fsync(root)
-    failpoint("checkpoint.before_removal")
-    for old in complete(root)[:-keep]:
-        epoch.discard(old)
-    _remove_chunks(epoch)
+    with contextlib.suppress(OSError):  # it is saved; what stays now goes with the next one
+        _fsync(root)
+        failpoint("checkpoint.before_removal")
+        for old in complete(root)[:-keep]:
+            epoch.discard(old)
+        _remove_chunks(epoch)
     return final
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import ConfigError, QfleetError
+from qfleet.core.failpoints import failpoint
 from qfleet.runtime.epochs import Epoch
 
 MEETING = ".rendezvous-"
@@ -97,7 +98,11 @@ class RunDir:
     def write(self, path: Path, text: str) -> None:
         """Write a file of the run, complete or not at all; Superseded if another process has taken the run over."""
         self.epoch.require()
-        write_atomically(path, text)
+        try:
+            write_atomically(path, text)
+        except OSError as error:
+            self.epoch.require()
+            raise QfleetError(f"{path}: cannot be written ({error.strerror}); is there room on the disk?") from error
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
@@ -107,5 +112,10 @@ class RunDir:
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file by a new version in one step."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    os.replace(partial, path)
+    try:
+        partial.write_text(text)
+        failpoint(f"write.{path.stem}")
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)  # half of it would take what room there is
+        raise

@@ -255,8 +255,8 @@ def test_a_full_disk_is_told_although_a_last_line_fits(tmp_path, monkeypatch):
         f_blocks, f_bavail, f_frsize = 100, 1, 4096
 
     sink = sinks.JsonlSink(tmp_path)
-    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: Full)
-    with pytest.raises(QfleetError, match=r"the disk of .*events.jsonl is full"):
+    monkeypatch.setattr(os, "statvfs", lambda path: Full)
+    with pytest.raises(QfleetError, match=r"the disk of .* is full"):
         sink.event({"event": "x"})
     monkeypatch.undo()
     sink.event({"event": "y"})

@@ -59,7 +59,7 @@ class JsonlSink:
 
     def __init__(self, directory: Path, require: Callable[[], None] = lambda: None) -> None:
         """Take what raises an error as soon as nothing may be written any more."""
-        self._require = require
+        self._directory, self._require = directory, require
         self._metrics = Lines(directory / "metrics.jsonl")
         self._events = Lines(directory / "events.jsonl")
 
@@ -82,7 +82,7 @@ class JsonlSink:
         file.add(json.dumps(_plain(record), allow_nan=False).encode() + b"\n")
         for one in (self._events, self._metrics):
             one.write()
-        self._events.require_room()
+        require_room(self._directory)
 
 
 class Lines:
@@ -110,17 +110,21 @@ class Lines:
                 raise QfleetError(f"cannot write {self._file.name}: {error.strerror}; free some space") from error
             self._waiting.popleft()
 
-    def require_room(self) -> None:
-        """Raise QfleetError if the disk is full: a line or two may still fit when nothing else does."""
-        disk = os.fstatvfs(self._file.fileno())
-        if disk.f_blocks and disk.f_bavail * disk.f_frsize < _LEAST_FREE:
-            raise QfleetError(f"the disk of {self._file.name} is full; free some space")
-
     def close(self) -> None:
         """Write what waits, if there is room, and close the file."""
         with contextlib.suppress(QfleetError):
             self.write()
         self._file.close()
+
+
+def require_room(directory: Path) -> None:
+    """Raise QfleetError if the disk of a directory is full: a line or two may still fit when nothing else does."""
+    try:
+        disk = os.statvfs(directory)
+    except OSError:  # deleted meanwhile
+        return
+    if disk.f_blocks and disk.f_bavail * disk.f_frsize < _LEAST_FREE:
+        raise QfleetError(f"the disk of {directory} is full; free some space")
 
 
 class PlainLines:

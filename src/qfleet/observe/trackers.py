@@ -15,7 +15,7 @@ from typing import Any
 
 from qfleet.core.errors import MissingExtra, QfleetError
 from qfleet.core.failpoints import failpoint
-from qfleet.observe.sinks import Metrics
+from qfleet.observe.sinks import Metrics, require_room
 from qfleet.observe.text import known, sentence
 
 _SECRET = re.compile(r"token|secret|passw|api_?key|credential|auth", re.IGNORECASE)
@@ -84,6 +84,7 @@ class TensorBoardSink:
         complaint = f"cannot write {self._directory}: {os.strerror(errno.ENOSPC)}; free some space"
         if self._writer is None and self._clock() < self._again_at:
             raise QfleetError(complaint)
+        require_room(self._directory)  # the writer's thread would print a traceback
         try:
             self._writer = self._writer or self._open()
             failpoint("tensorboard.write")

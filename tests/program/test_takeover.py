@@ -46,7 +46,7 @@ def test_a_driver_that_wakes_after_a_takeover_ends_and_has_changed_nothing(place
         text=True,
     ) as driver:
         try:
-            until = time.monotonic() + 60
+            until = time.monotonic() + 300
             while not checkpoint.complete(run / "checkpoints") and time.monotonic() < until:
                 time.sleep(0.05)
             os.kill(driver.pid, signal.SIGSTOP)
@@ -55,7 +55,7 @@ def test_a_driver_that_wakes_after_a_takeover_ends_and_has_changed_nothing(place
             qfleet.resume(run, callbacks=stop_at(reached + 600))
             before = tree(run)
             os.kill(driver.pid, signal.SIGCONT)
-            said, _ = driver.communicate(timeout=60)
+            said, _ = driver.communicate(timeout=300)
         finally:
             driver.kill()
     assert f"{run}: the run was taken over by process {os.getpid()} on " in said

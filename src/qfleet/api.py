@@ -24,7 +24,7 @@ from qfleet.planning import apply_plan, plan_run
 from qfleet.presets import preset as find_preset
 from qfleet.presets.algorithms import apply as apply_algorithm
 from qfleet.runtime import checkpoint
-from qfleet.runtime.rundir import RunDir, write_atomically
+from qfleet.runtime.rundir import RunDir
 from qfleet.session import Session, play_episodes
 
 Factory = Callable[[], gymnasium.Env[Any, Any]]
@@ -73,9 +73,9 @@ def train(
     path = _directory(run_dir) if run_dir is not None else default_run_dir(experiment)
     with RunDir.create(path) as run:
         experiment, made = _planned(experiment, code, "auto" if automatic and plan is None else plan, given, sinks)
-        write_atomically(run.config, experiment.to_yaml())
+        run.write(run.config, experiment.to_yaml())
         if made is not None:
-            write_atomically(run.plan, made.to_yaml())
+            run.write(run.plan, made.to_yaml())
         return Run(run.path, Session(experiment, code, run, callbacks or Callbacks(), sinks).carry_out())
 
 
@@ -174,17 +174,18 @@ def resume(
     A run that ended before its first checkpoint begins anew. One that reached its target is tested once more; with a
     new budget it goes on.
     """
-    with RunDir.existing(_directory(run_dir)) as run:
-        experiment = Experiment.from_yaml(run.config)
+    run = RunDir.existing(_directory(run_dir))
+    experiment = Experiment.from_yaml(run.config)  # before the run is taken over from anybody
+    with run:
         found = checkpoint.newest_good(run.checkpoints) if checkpoint.complete(run.checkpoints) else None
         if env_steps is not None:
             reached = found.manifest["env_steps"] if found is not None else 0
             experiment = with_changes(experiment, {"env_steps": env_steps})
             if experiment.env_steps < reached:
                 raise ConfigError(f"env_steps {env_steps} is less than the {reached} that {run.path} has behind it")
-            write_atomically(run.config, experiment.to_yaml())
+            run.write(run.config, experiment.to_yaml())
         if found is not None:
-            checkpoint.set_aside(found)
+            checkpoint.set_aside(found, run.epoch)
             experiment = experiment.replace(warm_start=None)  # the checkpoint has what came of it
         code, extended = UserCode(network, env), env_steps is not None
         session = Session(experiment, code, run, callbacks or Callbacks(), sinks, extended)

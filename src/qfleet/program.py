@@ -103,7 +103,7 @@ def prefetch(experiment: Experiment) -> int:
 
 
 def build_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directory: Path) -> Program:
-    """Draw the graph of a run. `directory` is the run's own; nothing is started or written here."""
+    """Draw the graph of a run. `directory` is for files that end with the run; nothing is started or written here."""
     check_inference(experiment)
     if experiment.fused:
         return _fused_program(experiment, spec, code, directory)

@@ -38,7 +38,7 @@ from qfleet.runtime import checkpoint
 from qfleet.runtime.graph import open_handles
 from qfleet.runtime.ownership import interrupt_main_thread
 from qfleet.runtime.restarts import Restarts
-from qfleet.runtime.rundir import RunDir, ending, write_atomically
+from qfleet.runtime.rundir import RunDir, ending
 from qfleet.runtime.supervisor import SupervisedPlacement
 from qfleet.setups import learner_device
 from qfleet.sharing import require_shared_memory
@@ -122,7 +122,7 @@ class Session:
         if not checkpoint.complete(self.run.checkpoints):
             return None
         found = checkpoint.newest_good(self.run.checkpoints)
-        checkpoint.set_aside(found)
+        checkpoint.set_aside(found, self.run.epoch)
         self.experiment = self.experiment.replace(warm_start=None)  # the checkpoint has what came of it
         return found
 
@@ -132,7 +132,7 @@ class Session:
         spec, grade = self._look_at_environment()
         plan = Plan.from_yaml(self.run.plan) if self.run.plan.is_file() else None
         require_shared_memory(self.experiment, spec, self.code)
-        program = build_program(self.experiment, spec, self.code, self.run.path)
+        program = build_program(self.experiment, spec, self.code, self.run.epoch.folder)
         if not self._opened:
             self._opened = [whole.enter_context(_closing(sink)) for sink in [*self._own_sinks(), *self.sinks]]
         with ExitStack() as stack:
@@ -211,6 +211,7 @@ class Session:
         """Restore the run if it is to go on, and say how it begins; return how exactly it can be resumed after all."""
         experiment = self.experiment
         event = {"event": "started", "resume_grade": grade, "run_dir": str(self.run.path), "env_steps": 0}
+        event |= {"epoch": self.run.epoch.number}
         event |= {"preset": experiment.preset, "algo": experiment.algo, "seed": experiment.seed}
         monitor.listen()  # before the edges are restored, and what roles said is forgotten
         if restore is not None:
@@ -222,15 +223,17 @@ class Session:
             except (KeyError, TypeError) as error:
                 raise CheckpointError(f"{restore.directory}: its manifest does not say how the run stood") from error
             event |= {"event": "resumed", "env_steps": restore.manifest["env_steps"]}
-            event |= {"checkpoint": restore.directory.name, "skipped": restore.skipped}
+            event |= {"checkpoint": restore.directory.name, "skipped": restore.skipped, "mended": restore.mended}
             monitor.listen()
         event["resume_grade"] = grade if monitor.exact else "episode"
         monitor.announce(event)
+        if restore is not None:
+            _tell_damage(monitor, restore)
         return str(event["resume_grade"])
 
     def _own_sinks(self) -> list[Sink]:
         track, path = self.experiment.track, self.run.path
-        sinks: list[Sink] = [JsonlSink(path)]
+        sinks: list[Sink] = [JsonlSink(path, self.run.epoch.require)]
         if track.tensorboard:
             sinks.append(TensorBoardSink(path / "tensorboard"))
         if track.wandb:
@@ -241,10 +244,10 @@ class Session:
 
     def _save(self, placement: Placement, env_steps: int, standing: Standing) -> Path:
         meta = {"standing": dataclasses.asdict(standing)}
-        self.run.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.run.epoch.require()
         if not self.run.config.exists():  # somebody deleted the directory, and nothing could be resumed without it
-            write_atomically(self.run.config, self.experiment.to_yaml())
-        return checkpoint.save(self.run.checkpoints, env_steps, placement.save, meta, self.experiment.checkpoint.keep)
+            self.run.write(self.run.config, self.experiment.to_yaml())
+        return checkpoint.save(self.run.epoch, env_steps, placement.save, meta, self.experiment.checkpoint.keep)
 
     def _save_model(self, spec: EnvSpec, weights: Weights) -> None:
         experiment = self.experiment
@@ -259,7 +262,7 @@ class Session:
             "reward_scale": getattr(experiment.env, "reward_scale", 1.0) / weights.reward_scale,
         }
         configs = ModelConfigs(network=experiment.network, agent=experiment.agent)
-        save_model(self.run.model, network, spec, configs, extra)
+        save_model(self.run.model, network, spec, configs, extra, self.run.epoch.require)
 
     def _test(self) -> Array | None:
         """Return the kept model's scores on the test seeds; None without a model, or when a signal cuts in."""
@@ -282,6 +285,14 @@ def play_episodes(
     finally:
         env.close()
     return np.asarray(returns)
+
+
+def _tell_damage(monitor: Monitor, restore: checkpoint.Found) -> None:
+    """Say which files of the run were damaged, and what was done about it."""
+    used = f"checkpoint {restore.directory.name}, the one before, was used"
+    lines = [("damaged", f"{line}: {used}") for line in restore.skipped]
+    for kind, text in [*lines, *(("mended", line) for line in restore.mended)]:
+        monitor.announce({"event": "notice", "role": "checkpoint", "index": 0, "kind": kind, "text": text})
 
 
 @dataclass

@@ -20,7 +20,7 @@ SAVING = {"checkpoint.every": "1"}
 
 
 def saving(run: Path) -> bool:
-    return any((run / "checkpoints").glob(".partial-*")) and len(checkpoint.complete(run / "checkpoints")) > 0
+    return any((run / "checkpoints").glob(".epoch-*/[0-9]*")) and len(checkpoint.complete(run / "checkpoints")) > 0
 
 
 CASES = {

@@ -14,7 +14,7 @@ from program_cases import short, stop_at
 
 import qfleet
 from qfleet import Callbacks
-from qfleet.core.errors import ConfigError, EnvironmentFault, QfleetError
+from qfleet.core.errors import CheckpointError, ConfigError, EnvironmentFault, QfleetError
 from qfleet.experiment import Experiment
 from qfleet.observe.sinks import read_jsonl
 from qfleet.runtime import checkpoint
@@ -266,3 +266,14 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(tmp_pat
     event = events(resumed, "resumed")[0]
     assert event["checkpoint"] == older.name
     assert str(victim) in event["skipped"][0]
+    (notice,) = (event for event in events(resumed, "notice") if event["kind"] == "damaged")
+    assert str(victim) in notice["text"]
+    assert f"checkpoint {older.name}, the one before, was used" in notice["text"]
+
+
+def test_a_run_whose_only_checkpoint_lacks_its_manifest_does_not_begin_anew(tmp_path):
+    run = qfleet.train(short(**{"checkpoint.keep": 1}), run_dir=tmp_path / "run")
+    (only,) = checkpoint.complete(run.dir / "checkpoints")
+    (only / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json: missing"):
+        qfleet.resume(run.dir)

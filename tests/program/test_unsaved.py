@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from program_cases import fingerprint, short
 
 import qfleet
 from qfleet import Callbacks
+from qfleet.core import failpoints
 from qfleet.core.errors import CheckpointError, QfleetError
 from qfleet.observe import sinks
 from qfleet.observe.sinks import Silent, read_jsonl
@@ -164,23 +168,96 @@ def test_a_deleted_directory_is_made_again_with_all_that_a_resume_needs(tmp_path
     assert qfleet.resume(run.dir, env_steps=1408).summary["env_steps"] == 1408
 
 
-def test_files_of_metrics_on_a_full_disk_do_not_end_the_run(tmp_path, monkeypatch):
-    real, failed, told = sinks._append, [], []
+class Screen(Silent):
+    """Remembers the kinds and texts of notices."""
 
-    def append(file: Any, record: Any) -> None:
-        if Path(file.name).name == "metrics.jsonl" or not failed:
-            failed.append(record)
-            raise QfleetError(f"cannot write {file.name}: No space left on device")
-        real(file, record)
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
 
-    class Screen(Silent):
-        def event(self, record: Any) -> None:
-            if record.get("kind") == "unwritten":
-                told.append(record["text"])
+    def event(self, record: Any) -> None:
+        if record["event"] == "notice" and record["kind"] in ("unsaved", "unwritten", "written"):
+            self.told.append((record["kind"], record["text"]))
 
-    monkeypatch.setattr(sinks, "_append", append)
-    run = qfleet.train(short(**{"track.every_s": 0.01}), run_dir=tmp_path / "run", sinks=[Screen()])
-    assert len(failed) > 3
-    assert len(told) == 1
-    assert told[0].endswith("No space left on device")
-    assert events(run.dir, "checkpoint")
+
+SITES = {
+    "checkpoint.state": ["unsaved"],
+    "checkpoint.before_chunk": ["unsaved"],
+    "checkpoint.in_chunk": ["unsaved"],
+    "checkpoint.before_manifest": ["unsaved"],
+    "checkpoint.before_rename": ["unsaved"],
+    "checkpoint.before_removal": [],
+    "model.write": ["unsaved"],
+    "metrics.write": ["unwritten", "written"],
+    "events.write": ["unwritten", "written"],
+    "tensorboard.write": ["unwritten"],
+}
+"""Where a run writes while it goes on, and what a full disk there has it tell."""
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_full_disk_anywhere_does_not_end_a_run_and_is_told(site, tmp_path, monkeypatch):
+    monkeypatch.setenv("QFLEET_FAIL", f"{site}:full@2")
+    screen = Screen()
+    changes = {"checkpoint.every": 200, "track.every_s": 0.02, "track.tensorboard": site == "tensorboard.write"}
+    run = qfleet.train(short(env_steps=900, **changes), run_dir=tmp_path / "run", sinks=[screen])
+    assert [kind for kind, _ in screen.told] == SITES[site]
+    assert all("No space left on device" in text for kind, text in screen.told if kind != "written")
+    assert run.summary["stopped_by"] == "budget"
+    assert checkpoint.newest_good(run.dir / "checkpoints").manifest["env_steps"] == run.summary["env_steps"]
+    in_file = [event["kind"] for event in events(run.dir, "notice") if event["kind"] in ("unsaved", "unwritten")]
+    assert in_file == [kind for kind in SITES[site] if kind != "written"], "what was told is in the file, too"
+    steps = [record["env_steps"] for record in read_jsonl(run.dir / "metrics.jsonl")]
+    assert steps == sorted(steps)
+    assert not list(run.dir.rglob("*.partial")) + list((run.dir / "checkpoints").glob(".epoch-*/[0-9]*"))
+
+
+@pytest.mark.parametrize("site", ["write.config", "write.summary"])
+def test_a_full_disk_before_and_after_training_is_one_error_that_says_so(site, tmp_path, monkeypatch):
+    monkeypatch.setenv("QFLEET_FAIL", f"{site}:full@1")
+    failpoints.arm(f"{site}:full@1", "inline")
+    with pytest.raises(QfleetError, match=r"run/\w+\.\w+: cannot be written \(No space left on device\)"):
+        qfleet.train(short(env_steps=300), run_dir=tmp_path / "run")
+    failpoints.arm("", "inline")
+    monkeypatch.delenv("QFLEET_FAIL")
+    if site == "write.summary":
+        assert qfleet.resume(tmp_path / "run").summary["env_steps"] >= 300
+
+
+def test_lines_that_had_no_room_are_written_when_there_is_some(tmp_path, monkeypatch):
+    disk = [10**9, 10**9]
+
+    def append(file: Any, line: bytes) -> int:
+        room = disk.pop(0) if disk else 0
+        return real(file, line[:room])
+
+    class File(FileIO):
+        def write(self, line: Any) -> int:
+            return append(self, line)
+
+    real = FileIO.write
+    lines = sinks.Lines(tmp_path / "events.jsonl")
+    lines._file = File(tmp_path / "events.jsonl", "ab+")
+    for number in range(4):
+        lines.add(f"{number}\n".encode() * 3)
+        with contextlib.suppress(QfleetError):
+            lines.write()
+        if number == 2:
+            disk.append(4)
+    assert (tmp_path / "events.jsonl").read_text() == "0\n0\n0\n1\n1\n1\n", "nothing torn"
+    disk += [10**9] * 3
+    lines.add(b"4\n")
+    lines.write()
+    assert (tmp_path / "events.jsonl").read_text() == "".join(f"{n}\n" * (1 if n == 4 else 3) for n in range(5))
+
+
+def test_a_full_disk_is_told_although_a_last_line_fits(tmp_path, monkeypatch):
+    class Full:
+        f_blocks, f_bavail, f_frsize = 100, 1, 4096
+
+    sink = sinks.JsonlSink(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda path: Full)
+    with pytest.raises(QfleetError, match=r"the disk of .* is full"):
+        sink.event({"event": "x"})
+    monkeypatch.undo()
+    sink.event({"event": "y"})
+    assert [record["event"] for record in read_jsonl(tmp_path / "events.jsonl")] == ["x", "y"]

@@ -20,6 +20,7 @@ from qfleet.core import failpoints
 from qfleet.core.chunks import Chunk
 from qfleet.core.errors import CheckpointError
 from qfleet.runtime import checkpoint, chunkfiles
+from qfleet.runtime.epochs import Epoch
 
 
 class Diary:
@@ -36,7 +37,7 @@ class Diary:
 
     def save(self, root: Path, step: int, keep: int = 2) -> Path:
         state = {"pages": self.pages, "count": len(self.pages)}
-        return checkpoint.save(root, step, lambda d: checkpoint.write_state(d, "diary-0", state), {}, keep)
+        return checkpoint.save(Epoch.begin(root), step, lambda d: checkpoint.write_state(d, "diary-0", state), {}, keep)
 
 
 def texts(directory: Path) -> list[str]:
@@ -51,7 +52,11 @@ def expected(step: int) -> list[str]:
 
 
 def chunk_names(root: Path) -> set[str]:
-    return {path.name for path in (root / chunkfiles.FOLDER).iterdir()}
+    """Chunks that are there, each with its parity; nothing else may be."""
+    names = {path.name for path in (root / chunkfiles.FOLDER).iterdir()}
+    chunks = {name for name in names if name.endswith(".safetensors")}
+    assert names == chunks | {name.replace("safetensors", "parity") for name in chunks}
+    return chunks
 
 
 def named(root: Path) -> set[str]:
@@ -128,12 +133,12 @@ def test_a_kill_at_any_moment_leaves_the_last_checkpoint_good(
     keep_diary(root, 8, keep)  # as the resumed run would
     assert all(texts(path) == expected(int(path.name[:12])) for path in checkpoint.complete(root))
     assert chunk_names(root) == named(root), "nothing half written stays"
-    assert not list(root.glob(".partial-*"))
+    assert [path.name for path in root.glob(".epoch-*/*")] == ["owner"]
 
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_a_damaged_or_missing_chunk_is_named_and_the_checkpoint_before_is_used(
+def test_a_chunk_that_is_gone_or_too_damaged_is_named_and_the_checkpoint_before_is_used(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     root = tmp_path_factory.mktemp("checkpoints")
@@ -142,18 +147,42 @@ def test_a_damaged_or_missing_chunk_is_named_and_the_checkpoint_before_is_used(
     own = set(checkpoint.verify(newest)["chunks"]) - set(checkpoint.verify(older)["chunks"])
     victim = root / "chunks" / data.draw(st.sampled_from(sorted(own)))
     content = bytearray(victim.read_bytes())
-    damage = data.draw(st.sampled_from(["flip", "cut", "remove"]))
-    if damage == "flip":
-        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    victim.write_bytes(bytes(content[: len(content) // 2] if damage == "cut" else content))
+    damage = data.draw(st.sampled_from(["two parts", "cut", "remove", "no parity"]))
+    if damage == "two parts":
+        content[0] ^= 1
+        content[-1] ^= 2
+    elif damage == "no parity":
+        content[data.draw(st.integers(0, len(content) - 1))] ^= 1
+        victim.with_suffix(".parity").unlink()
+    victim.write_bytes(bytes(content[: data.draw(st.integers(0, len(content) - 1))] if damage == "cut" else content))
     if damage == "remove":
         victim.unlink()
     found = checkpoint.newest_good(root)
     assert found.directory == older
     assert str(victim) in found.skipped[0]
     assert ("missing" if damage == "remove" else "damaged") in found.skipped[0]
-    checkpoint.set_aside(found)
+    checkpoint.set_aside(found, Epoch.begin(root))
     assert texts(checkpoint.newest_good(root).directory) == expected(3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_flipped_bit_in_a_chunk_or_its_parity_is_named_and_put_right(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.mktemp("checkpoints")
+    keep_diary(root, 4)
+    victim = data.draw(st.sampled_from(sorted((root / "chunks").iterdir())))
+    before = victim.read_bytes()
+    content = bytearray(before)
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    victim.write_bytes(bytes(content))
+    found = checkpoint.newest_good(root)
+    assert found.skipped == []
+    needed = {Path(name).stem for name in found.manifest["chunks"]}
+    assert [str(victim) in line for line in found.mended] == [True] * (victim.stem in needed)
+    assert (victim.read_bytes() == before) == (victim.stem in needed)
+    assert texts(found.directory) == expected(4)
 
 
 def test_a_full_disk_is_one_error_and_the_next_attempt_needs_no_more_than_the_first(
@@ -198,6 +227,6 @@ def test_a_manifest_cannot_name_chunks_elsewhere(name: Any, tmp_path: Path) -> N
     del manifest["sha256"]
     manifest["chunks"] = [name]
     signed = {**manifest, "sha256": hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()}
-    (newest / checkpoint.MANIFEST).write_text(json.dumps(signed))
+    (newest / checkpoint.MANIFEST).write_text(json.dumps(signed, indent=1))
     with pytest.raises(CheckpointError, match="is not the name of a chunk"):
         checkpoint.verify(newest)

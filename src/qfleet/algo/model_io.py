@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from qfleet.algo.networks import QNetwork, build_network
 from qfleet.algo.torsos import CustomConfig, NetworkConfig, Torso, TorsoFactory
 from qfleet.core.config import Config, describe
 from qfleet.core.errors import CheckpointError, ConfigError
+from qfleet.core.failpoints import failpoint
 from qfleet.core.spec import EnvSpec
 
 FORMAT, VERSION = "qfleet-model", 1
@@ -47,8 +49,18 @@ class Model:
     """Further plain values: the reward scale, where the model comes from, and the like."""
 
 
-def save_model(directory: Path, network: QNetwork, spec: EnvSpec, configs: ModelConfigs, extra: dict[str, Any]) -> None:
-    """Write a model directory; a reader sees the old model, the new one, or (after a crash) a refusal."""
+def save_model(
+    directory: Path,
+    network: QNetwork,
+    spec: EnvSpec,
+    configs: ModelConfigs,
+    extra: dict[str, Any],
+    require: Callable[[], None] = lambda: None,
+) -> None:
+    """Write a model directory; a reader sees the old model, the new one, or (after a crash) a refusal.
+
+    `require` may raise at the last moment at which nothing has been replaced yet.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in network.state_dict().items()}
     content = safetensors.torch.save(tensors)
@@ -67,6 +79,7 @@ def save_model(directory: Path, network: QNetwork, spec: EnvSpec, configs: Model
         _stage(directory / TENSORS, content),
         _stage(directory / DESCRIPTION, json.dumps(description, indent=2, allow_nan=False).encode() + b"\n"),
     ]
+    require()
     for temporary, final in staged:
         os.replace(temporary, final)
 
@@ -103,10 +116,15 @@ def _custom_class(network: QNetwork, configs: ModelConfigs) -> str | None:
 def _stage(path: Path, content: bytes) -> tuple[Path, Path]:
     """Write content beside its final place and return both paths; the renames follow when all files are safe."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            failpoint("model.write")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)  # half of it would take what room there is
+        raise
     return temporary, path
 
 

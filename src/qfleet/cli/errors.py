@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -83,9 +84,11 @@ def crash_file_in(run_dir: Path) -> Iterator[None]:
             raise QfleetError(text) from error
         if WATCH.caused(error) or not run_dir.is_dir():
             raise
-        path = run_dir / CRASH_FILE
-        path.write_text("".join(traceback.format_exception(error)))
-        raise InternalError(f"{internal_error(error)}; the traceback is in {path}") from error
+        path, where = run_dir / CRASH_FILE, ""
+        with contextlib.suppress(OSError):
+            path.write_text("".join(traceback.format_exception(error)))
+            where = f"; the traceback is in {path}"
+        raise InternalError(f"{internal_error(error)}{where}") from error
 
 
 def internal_error(error: BaseException) -> str:

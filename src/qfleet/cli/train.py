@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,7 +138,7 @@ def _train_seeds(experiment: Experiment, options: TrainOptions, changes: dict[st
     from qfleet import api
     from qfleet.cli.results import aggregate, show_aggregate
     from qfleet.experiment import with_changes
-    from qfleet.runtime.rundir import RunDir
+    from qfleet.runtime.rundir import RunDir, write_atomically
 
     top = options.run_dir or api.default_run_dir(experiment)
     experiments = [with_changes(experiment, {"seed": experiment.seed + i}) for i in range(options.seeds)]
@@ -152,6 +153,6 @@ def _train_seeds(experiment: Experiment, options: TrainOptions, changes: dict[st
         codes.append(code)
         summaries.append(summary)
     result = aggregate(summaries)
-    RunDir(top).write_summary(result)
+    write_atomically(RunDir(top).summary, json.dumps(result, indent=1) + "\n")
     show_aggregate(result, top, options.quiet)
     return max(codes)

@@ -17,7 +17,7 @@ import numpy as np
 
 from qfleet.control.progress import Progress
 from qfleet.control.steering import Steering
-from qfleet.core.errors import CheckpointError, QfleetError
+from qfleet.core.errors import CheckpointError, QfleetError, Superseded
 from qfleet.core.protocols import Placement
 from qfleet.core.statistics import iqm, mean_ci95
 from qfleet.core.types import Evaluated, Notice, Weights
@@ -26,6 +26,8 @@ from qfleet.observe.sinks import Sink
 
 StopReason = Literal["budget", "target", "patience", "callback", "interrupt"]
 Metrics = dict[str, Any]
+_RETRY_S = 30.0
+"""How soon a checkpoint that could not be written is tried again."""
 INEXACT = ("accel_changed", "inexact")
 """Kinds of notices that say that a run does not go on to the byte."""
 
@@ -96,7 +98,7 @@ class Monitor:
         self._unsaved = False
         """Whether the last checkpoint could not be written."""
         self._mute: set[int] = set()
-        """The numbers of the sinks that could not write at some time."""
+        """The numbers of the sinks that cannot write now."""
         self._began = time.perf_counter()
 
     def listen(self) -> None:
@@ -186,7 +188,8 @@ class Monitor:
         config, env_steps = self.experiment.checkpoint, self.handles.env_steps.total()
         if env_steps >= self.experiment.env_steps:
             return False  # the one at the end follows
-        if time.perf_counter() - self._checkpointed_at >= config.every_s:
+        waits_s = min(config.every_s, _RETRY_S) if self._unsaved else config.every_s
+        if time.perf_counter() - self._checkpointed_at >= waits_s:
             return True
         return bool(env_steps // config.every > self._checkpointed)
 
@@ -264,8 +267,8 @@ class Monitor:
         except (CheckpointError, OSError) as error:
             if not self._unsaved:
                 text = (
-                    "a checkpoint could not be written: training goes on, the last good one stays, and the next one"
-                    f" tries again; see to it that the last one can be written: {error}"
+                    "a checkpoint could not be written: training goes on, the last good one stays, and it is tried"
+                    f" again soon; see to it that the last one can be written: {error}"
                 )
                 self._noticed(Notice("monitor", 0, "unsaved", text))
             self._unsaved, self._checkpointed_at = True, time.perf_counter()
@@ -299,11 +302,21 @@ class Monitor:
         self._show(lambda sink: sink.event(event))
 
     def _show(self, tell: Callable[[Sink], None]) -> None:
-        """Tell every sink; of one that cannot write (a full disk) the others are told once: the run is worth more."""
+        """Tell every sink; of one that cannot write (a full disk) the others are told: the run is worth more."""
+        news = []
         for number, sink in enumerate(self.sinks):
             try:
                 tell(sink)
+            except Superseded:
+                raise
             except QfleetError as error:
                 if number not in self._mute:
                     self._mute.add(number)
-                    self._noticed(Notice("monitor", 0, "unwritten", f"training goes on, but {error}"))
+                    news.append(Notice("monitor", 0, "unwritten", f"training goes on, but {error}"))
+            else:
+                if number in self._mute:
+                    self._mute.remove(number)
+                    text = "what could not be written can be again; lines that had waited for it are written now"
+                    news.append(Notice("monitor", 0, "written", text))
+        for notice in news:
+            self._noticed(notice)

@@ -26,6 +26,10 @@ class CheckpointError(QfleetError):
     """A checkpoint or model file is missing, damaged, foreign, or of an unsupported version."""
 
 
+class Superseded(QfleetError):
+    """Another process has taken the run over; this one may not write to its directory any more."""
+
+
 class RoleFailure(QfleetError):
     """A role of the running program failed; names the role, its index and the cause."""
 

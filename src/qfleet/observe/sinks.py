@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
+import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 
 from qfleet.core.errors import QfleetError
+from qfleet.core.failpoints import failpoint
 from qfleet.observe.text import count, duration, known, number, one_line, rate, sentence
 
+_MOST_WAITING = 10_000
+"""Lines that wait for room on a full disk; then the oldest go."""
+_LEAST_FREE = 2**20
+"""Bytes on a disk below which it is full."""
 Metrics = Mapping[str, float | str]
 """A flat record: numbers in base units (steps, seconds, fractions), texts; an absent key is unknown."""
 
@@ -47,22 +57,74 @@ class Silent:
 class JsonlSink:
     """Appends to `metrics.jsonl` and `events.jsonl`; a killed run loses at most the line it was writing."""
 
-    def __init__(self, directory: Path) -> None:
-        self._metrics = _open_whole(directory / "metrics.jsonl")
-        self._events = _open_whole(directory / "events.jsonl")
+    def __init__(self, directory: Path, require: Callable[[], None] = lambda: None) -> None:
+        """Take what raises an error as soon as nothing may be written any more."""
+        self._directory, self._require = directory, require
+        self._metrics = Lines(directory / "metrics.jsonl")
+        self._events = Lines(directory / "events.jsonl")
 
     def metrics(self, record: Metrics) -> None:
         """Append one line to metrics.jsonl."""
-        _append(self._metrics, record)
+        self._write(self._metrics, record)
 
     def event(self, record: Mapping[str, Any]) -> None:
         """Append one line to events.jsonl."""
-        _append(self._events, record)
+        self._write(self._events, record)
 
     def close(self) -> None:
         """Close both files."""
         self._metrics.close()
         self._events.close()
+
+    def _write(self, file: Lines, record: Mapping[str, Any]) -> None:
+        """Append a record, after all those that had to wait."""
+        self._require()
+        file.add(json.dumps(_plain(record), allow_nan=False).encode() + b"\n")
+        for one in (self._events, self._metrics):
+            one.write()
+        require_room(self._directory)
+
+
+class Lines:
+    """A file of lines that grows at its end; lines for which there is no room wait, the last thousands of them."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = _open_whole(path)
+        self._name = path.stem
+        self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
+
+    def add(self, line: bytes) -> None:
+        """Take the next line, to be written."""
+        self._waiting.append(line)
+
+    def write(self) -> None:
+        """Write all lines that were taken; QfleetError if there is no room, and then they wait on."""
+        while self._waiting:
+            end = self._file.seek(0, os.SEEK_END)
+            try:
+                failpoint(f"{self._name}.write")
+                if self._file.write(self._waiting[0]) != len(self._waiting[0]):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as error:
+                self._file.truncate(end)  # without the torn line
+                raise QfleetError(f"cannot write {self._file.name}: {error.strerror}; free some space") from error
+            self._waiting.popleft()
+
+    def close(self) -> None:
+        """Write what waits, if there is room, and close the file."""
+        with contextlib.suppress(QfleetError):
+            self.write()
+        self._file.close()
+
+
+def require_room(directory: Path) -> None:
+    """Raise QfleetError if the disk of a directory is full: a line or two may still fit when nothing else does."""
+    try:
+        disk = os.statvfs(directory)
+    except OSError:  # deleted meanwhile
+        return
+    if disk.f_blocks and disk.f_bavail * disk.f_frsize < _LEAST_FREE:
+        raise QfleetError(f"the disk of {directory} is full; free some space")
 
 
 class PlainLines:
@@ -144,18 +206,18 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _open_whole(path: Path) -> IO[bytes]:
+def _open_whole(path: Path) -> FileIO:
     """Open a file for appending, without the torn line that a kill may have left at its end."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab+")
+        file = path.open("ab+", buffering=0)  # what a full disk did not take must not wait in a buffer
         file.truncate(_end_of_last_line(file))
     except OSError as error:
         raise QfleetError(f"cannot write {path}: {error.strerror}; choose another --run-dir") from error
     return file
 
 
-def _end_of_last_line(file: IO[bytes], block: int = 1 << 16) -> int:
+def _end_of_last_line(file: FileIO, block: int = 1 << 16) -> int:
     position = file.seek(0, 2)
     while position > 0:
         start = max(0, position - block)
@@ -165,15 +227,6 @@ def _end_of_last_line(file: IO[bytes], block: int = 1 << 16) -> int:
             return start + newline + 1
         position = start
     return 0
-
-
-def _append(file: IO[bytes], record: Mapping[str, Any]) -> None:
-    line = json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
-    try:
-        file.write(line)
-        file.flush()
-    except OSError as error:
-        raise QfleetError(f"cannot write {file.name}: {error.strerror}; free some space") from error
 
 
 def _plain(value: Any) -> Any:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import math
+import os
 import re
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from qfleet.core.errors import MissingExtra, QfleetError
-from qfleet.observe.sinks import Metrics
+from qfleet.core.failpoints import failpoint
+from qfleet.observe.sinks import Metrics, require_room
 from qfleet.observe.text import known, sentence
 
 _SECRET = re.compile(r"token|secret|passw|api_?key|credential|auth", re.IGNORECASE)
+_AGAIN_S = 30.0
+"""How soon a full disk is tried again; each try makes a file."""
 _EVALUATION = ("mean", "iqm", "episodes")
 
 
@@ -33,14 +41,19 @@ def evaluation_scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TensorBoardSink:
-    """Writes scalars over environment steps, and other events as text, into a TensorBoard log directory."""
+    """Writes scalars over environment steps, and other events as text, into a TensorBoard log directory.
 
-    def __init__(self, directory: Path) -> None:
+    A writer that met a full disk never writes again: some time later another one, with a new file, takes its place.
+    """
+
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise MissingExtra("tensorboard", "track", "logging to TensorBoard") from error
-        self._writer: Any = SummaryWriter(str(directory), flush_secs=10)
+        self._directory, self._clock, self._again_at = directory, clock, -math.inf
+        self._open: Callable[[], Any] = lambda: SummaryWriter(str(directory), flush_secs=10)
+        self._writer: Any = self._open()
 
     def metrics(self, record: Metrics) -> None:
         """Write every finite number."""
@@ -51,15 +64,34 @@ class TensorBoardSink:
         if record.get("event") == "evaluation":
             self._write(evaluation_scalars(record), record)
         else:
-            self._writer.add_text("events", sentence(record), _step(record), walltime=known(record, "time"))
+            with self._working() as writer:
+                writer.add_text("events", sentence(record), _step(record), walltime=known(record, "time"))
 
     def close(self) -> None:
         """Write what is buffered and end the writer's thread."""
-        self._writer.close()
+        with contextlib.suppress(OSError):
+            if self._writer is not None:
+                self._writer.close()
 
     def _write(self, values: Mapping[str, float], record: Mapping[str, Any]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, _step(record), walltime=known(record, "time"))
+        with self._working() as writer:
+            for name, value in values.items():
+                writer.add_scalar(name, value, _step(record), walltime=known(record, "time"))
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[Any]:
+        """Give a writer that can write; QfleetError if there is none now."""
+        complaint = f"cannot write {self._directory}: {os.strerror(errno.ENOSPC)}; free some space"
+        if self._writer is None and self._clock() < self._again_at:
+            raise QfleetError(complaint)
+        require_room(self._directory)  # the writer's thread would print a traceback
+        try:
+            self._writer = self._writer or self._open()
+            failpoint("tensorboard.write")
+            yield self._writer
+        except OSError as error:
+            self._writer, self._again_at = None, self._clock() + _AGAIN_S
+            raise QfleetError(complaint) from error
 
 
 class WandbSink:

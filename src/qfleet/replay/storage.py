@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -123,9 +126,27 @@ def observation_column(
     if allocate is None:
         # without a name in the directory, the file disappears with the process, however that ends
         with tempfile.TemporaryFile(dir=directory) as file:
-            return PlainColumn(np.memmap(file, leaf.dtype, "w+", shape=shape))
+            _reserve(file.fileno(), shape, leaf.dtype, directory)
+            return PlainColumn(np.memmap(file, leaf.dtype, "r+", shape=shape))
     path = directory / f"{quote(kept, safe='')}{_SUFFIX}"
-    return PlainColumn(np.memmap(path, leaf.dtype, "r+" if path.exists() else "w+", shape=shape))
+    if not path.exists():
+        with path.open("xb") as new:
+            _reserve(new.fileno(), shape, leaf.dtype, directory)
+    return PlainColumn(np.memmap(path, leaf.dtype, "r+", shape=shape))
+
+
+def _reserve(descriptor: int, shape: tuple[int, ...], dtype: str, directory: Path) -> None:
+    """Take all the room that a file will need: writing to a mapped file on a full disk would end the process."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        os.ftruncate(descriptor, 0)  # some systems keep what was reserved before the room ended
+        free = shutil.disk_usage(directory).free
+        raise ConfigError(
+            f"replay.storage.kind 'mapped' needs {nbytes / 1e9:.2f} GB in {directory}, where {free / 1e9:.2f} GB are"
+            f" free ({error.strerror}): make replay.capacity smaller, or put the run on a larger disk"
+        ) from error
 
 
 def kept_name(leaf: str) -> str:

@@ -3,10 +3,12 @@
 Layout: `checkpoints/000000012345/` with `manifest.json` (format, position, sha256 of every file and of itself) and, for
 each role, `NAME.msgpack` (plain values) and `NAME.safetensors` (arrays). What stays from one checkpoint to the next
 lies in `checkpoints/chunks/` (see `chunkfiles`); `NAME.chunks` and the manifest say what a checkpoint needs of it.
+All that changes there goes through the folder of the writer's epoch (see `epochs`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -24,7 +26,8 @@ from qfleet.core import codec
 from qfleet.core.errors import CheckpointError
 from qfleet.core.failpoints import failpoint
 from qfleet.core.role import State
-from qfleet.runtime import chunkfiles
+from qfleet.runtime import chunkfiles, epochs
+from qfleet.runtime.epochs import Epoch
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -40,15 +43,18 @@ class Found:
     manifest: dict[str, Any]
     skipped: list[str]
     """A line for each newer checkpoint that is damaged."""
+    mended: list[str]
+    """A line for each of its files that was damaged and has been put right."""
 
 
 def write_state(directory: Path, name: str, state: State) -> None:
     """Write one role's state as two files, and those of its chunks that have no file yet."""
-    state, chunks = chunkfiles.write_all(_chunk_folder(directory), state)
+    state, chunks = chunkfiles.write_all(_chunk_folder(directory), state, directory / f".{name}.chunk")
     header, arrays = codec.pack(state)
     # Zero-dimensional and empty arrays keep their shape; safetensors wants contiguous ones.
     tensors = {str(i): np.ascontiguousarray(a).reshape(a.shape) for i, a in enumerate(arrays)}
     try:
+        failpoint("checkpoint.state")
         save_file(tensors, directory / f"{name}.safetensors")
         (directory / f"{name}.msgpack").write_bytes(header)
         if chunks:
@@ -79,73 +85,108 @@ def copy_state(directory: Path, source: str, name: str) -> None:
             shutil.copyfile(directory / f"{source}{suffix}", directory / f"{name}{suffix}")
 
 
-def save(root: Path, env_steps: int, fill: Callable[[Path], None], meta: dict[str, Any], keep: int) -> Path:
+def save(epoch: Epoch, env_steps: int, fill: Callable[[Path], None], meta: dict[str, Any], keep: int) -> Path:
     """Make one checkpoint: `fill` writes its files; it appears under its final name only when complete.
 
     At most `keep` complete checkpoints stay. None is ever overwritten: a second one of the same step has a suffix.
+    Superseded if a later epoch than the given one has begun.
     """
-    root.mkdir(parents=True, exist_ok=True)
+    epoch.require()
+    try:
+        return _save(epoch, env_steps, fill, meta, keep)
+    except (CheckpointError, OSError):
+        epoch.require()  # that may be why
+        raise
+
+
+def _save(epoch: Epoch, env_steps: int, fill: Callable[[Path], None], meta: dict[str, Any], keep: int) -> Path:
+    root = epoch.root
     final = _new_name(root, env_steps)
-    for stale in root.glob(".partial-*"):  # of a process that was killed: the directory has one user at a time
-        shutil.rmtree(stale)
-    partial = root / f".partial-{final.name}"
+    partial = epoch.folder / final.name
     partial.mkdir()
     try:
         fill(partial)
         failpoint("checkpoint.before_manifest")
-        _write_manifest(partial, {"env_steps": env_steps, **meta})
+        _write_manifest(partial, {"env_steps": env_steps, "epoch": epoch.number, **meta})
         for path in (*partial.iterdir(), partial, *root.glob(chunkfiles.FOLDER)):
             _fsync(path)
+        failpoint("checkpoint.before_rename")
+        os.rename(partial, final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    failpoint("checkpoint.before_rename")
-    os.rename(partial, final)
-    _fsync(root)
-    failpoint("checkpoint.before_removal")
-    for old in complete(root)[:-keep]:
-        shutil.rmtree(old)
-    _remove_chunks(root)
+    with contextlib.suppress(OSError):  # it is saved; what stays now goes with the next one
+        _fsync(root)
+        failpoint("checkpoint.before_removal")
+        for old in complete(root)[:-keep]:
+            epoch.discard(old)
+        _remove_chunks(epoch)
     return final
 
 
-def _remove_chunks(root: Path) -> None:
+def _remove_chunks(epoch: Epoch) -> None:
     """Delete the chunks that no checkpoint names."""
+    root = epoch.root
     try:
         manifests = [json.loads((directory / MANIFEST).read_text()) for directory in complete(root)]
         named = {name for manifest in manifests for name in manifest.get("chunks", ())}
     except (OSError, ValueError, AttributeError, TypeError):
         return  # what a damaged manifest names is not known: nothing is removed before it is gone
-    chunkfiles.remove_all_but(named, root / chunkfiles.FOLDER)
+    for path in chunkfiles.all_but(named, root / chunkfiles.FOLDER):
+        epoch.discard(path)
 
 
 def complete(root: Path) -> list[Path]:
     """Return the finished checkpoints, oldest first; their content is not verified."""
-    return sorted(path for path in root.glob("[0-9]" * 12 + "*") if (path / MANIFEST).is_file())
+    return sorted(path for path in root.glob("[0-9]" * 12 + "*") if path.is_dir())
 
 
 def verify(directory: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint after checking it and every file against its hash."""
-    try:
-        manifest = json.loads((directory / MANIFEST).read_text())
-        version = manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{directory / MANIFEST}: not a qfleet manifest ({error})") from error
-    if version not in _READABLE:
-        raise CheckpointError(f"{directory}: format {version}; this version of qfleet reads {_READABLE}")
-    digest = manifest.pop("sha256", "")
-    if _digest(manifest) != digest:
-        raise CheckpointError(f"{directory / MANIFEST}: damaged (its hash differs from its content)")
+    """Return the manifest of a checkpoint after checking it and every file against its hash.
+
+    CheckpointError names the first file that is missing, damaged or foreign. Chunks with little damage are put right.
+    """
+    return _verified(directory)[0]
+
+
+def _verified(directory: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the manifest of a checkpoint that was checked, and a line for each chunk that was put right."""
+    manifest = _read_manifest(directory / MANIFEST)
     files: dict[str, str] = manifest["files"]
     present = {path.name for path in directory.iterdir()} - {MANIFEST}
     for name in sorted(files.keys() | present):
         path = directory / name
         if name not in present:
             raise CheckpointError(f"{path}: missing from the checkpoint")
-        if name not in files or _sha256(path) != files[name]:
+        if name not in files:
+            raise CheckpointError(f"{path}: no part of the checkpoint (its manifest does not name it)")
+        try:
+            digest = _sha256(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        if digest != files[name]:
             raise CheckpointError(f"{path}: damaged (its hash differs from the manifest's)")
-    for name in manifest.get("chunks", ()):
-        chunkfiles.verify(_chunk_folder(directory), name)
+    lines = [chunkfiles.make_good(_chunk_folder(directory), name) for name in manifest.get("chunks", ())]
+    return manifest, [line for line in lines if line]
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Return what a manifest says besides its hash, if every byte of it is as it was written."""
+    try:
+        text = path.read_bytes()
+        manifest = json.loads(text)
+        version = manifest["format"]
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing from the checkpoint") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: not a qfleet manifest ({error})") from error
+    if version not in _READABLE:
+        raise CheckpointError(f"{path}: format {version}; this version of qfleet reads {_READABLE}")
+    manifest.pop("sha256", None)
+    if _manifest_bytes(manifest) != text:  # a hash of what it says would miss 1E-5 in place of 1e-5
+        raise CheckpointError(f"{path}: damaged (its hash differs from its content)")
     return dict(manifest)
 
 
@@ -154,25 +195,32 @@ def newest_good(root: Path) -> Found:
     skipped: list[str] = []
     for directory in reversed(complete(root)):
         try:
-            return Found(directory, verify(directory), skipped)
+            manifest, mended = _verified(directory)
+            return Found(directory, manifest, skipped, mended)
         except CheckpointError as error:
             skipped.append(str(error))
     detail = "".join(f"\n  skipped {line}" for line in skipped)
     raise CheckpointError(f"{root}: no usable checkpoint{detail}")
 
 
-def set_aside(found: Found) -> None:
+def set_aside(found: Found, epoch: Epoch) -> None:
     """Rename what is newer than a found checkpoint, and so damaged: it must not push out good ones later."""
-    for directory in complete(found.directory.parent):
+    for directory in complete(epoch.root):
         if directory.name > found.directory.name:
-            aside = directory.with_name(f".damaged-{directory.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(directory, aside)
+            aside, on_its_way = epoch.root / f".damaged-{directory.name}", epoch.folder / directory.name
+            epoch.discard(aside)
+            try:
+                os.rename(directory, on_its_way)  # which fails if the epoch is over: then it may be a newer, good one
+            except OSError:
+                epoch.require()
+                raise
+            os.rename(on_its_way, aside)
 
 
 def _chunk_folder(directory: Path) -> Path:
-    """Return where a checkpoint's chunks lie: beside it."""
-    return directory.parent / chunkfiles.FOLDER
+    """Return where a checkpoint's chunks lie: beside it, or beside the epoch's folder in which it is being made."""
+    beside = directory.parent if epochs.is_folder(directory.parent) else directory
+    return beside.parent / chunkfiles.FOLDER
 
 
 def _new_name(root: Path, env_steps: int) -> Path:
@@ -186,12 +234,13 @@ def _write_manifest(directory: Path, content: dict[str, Any]) -> None:
     files = {path.name: _sha256(path) for path in sorted(directory.iterdir())}
     chunks = {name for path in directory.glob("*.chunks") for name in path.read_text().split()}
     manifest = {"format": FORMAT, "files": files, "chunks": sorted(chunks), **content}
-    (directory / MANIFEST).write_text(json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1))
+    (directory / MANIFEST).write_bytes(_manifest_bytes(manifest))
 
 
-def _digest(manifest: dict[str, Any]) -> str:
-    """Return the hash of a manifest without its own, whatever the order and the white space."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+def _manifest_bytes(manifest: dict[str, Any]) -> bytes:
+    """Return a manifest as it is written: with the hash of all it says at its end."""
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**manifest, "sha256": digest}, indent=1).encode()
 
 
 def _sha256(path: Path) -> str:

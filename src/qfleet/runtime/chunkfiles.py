@@ -1,4 +1,7 @@
-"""Chunks on disk: each a file that is named after the hash of its content, written once and shared by checkpoints."""
+"""Chunks on disk: each a file that is named after the hash of its content, written once and shared by checkpoints.
+
+Beside each lies its parity: no checkpoint can do without a chunk that all of them share, so small damage is put right.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,26 @@ from qfleet.core.chunks import Chunk
 from qfleet.core.errors import CheckpointError
 from qfleet.core.failpoints import failpoint
 from qfleet.core.role import State
+from qfleet.runtime.parity import mended, parity_of
 
 FOLDER = "chunks"
 _MARK = "__chunk__"
 """The only key of what stands in a state for a chunk."""
+_PARITY = ".parity"
 _NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 
 
-def write_all(folder: Path, state: State) -> tuple[State, list[str]]:
-    """Write every chunk of a state that has no file yet; returns the state with their names in it, and the names."""
+def write_all(folder: Path, state: State, unfinished: Path) -> tuple[State, list[str]]:
+    """Write every chunk of a state that has no file yet; returns the state with their names in it, and the names.
+
+    Each is first written to `unfinished`, a path on the same disk that nobody else uses.
+    """
     names: list[str] = []
 
     def written(value: Any) -> Any:
         if isinstance(value, Chunk):
             if value.name is None or not (folder / value.name).is_file():
-                value.name = _write(folder, value.read())
+                value.name = _write(folder, value.read(), unfinished)
             names.append(value.name)
             return {_MARK: value.name}
         return _mapped(value, written)
@@ -54,35 +62,69 @@ def found(folder: Path, state: State) -> State:
     return whole
 
 
-def verify(folder: Path, name: str) -> None:
-    """Raise CheckpointError if a chunk is not there, or not as it was written."""
+def make_good(folder: Path, name: str) -> str:
+    """Return "" if a chunk is as it was written, else a line that says what was damaged and has been put right.
+
+    CheckpointError if the chunk is not there, or too damaged for that.
+    """
     path = _path(folder, name)
     try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        data, parity = path.read_bytes(), _read_parity(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing, and the checkpoint needs it") from error
-    if digest != path.stem:
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    if _name(data) == name:
+        return _make_parity_good(path, data, parity)
+    whole = None if parity is None else mended(data, parity, lambda content: _name(content) == name)
+    if whole is None:
         raise CheckpointError(f"{path}: damaged (its hash differs from its name)")
+    _replace(path, whole)
+    return f"{path}: damaged (its hash differs from its name), and put right by its parity"
 
 
-def remove_all_but(names: Collection[str], folder: Path) -> None:
-    """Delete every file of the folder that is not named, also what a killed process left half written."""
-    for path in folder.glob("*"):
-        if path.name not in names:
-            path.unlink()
+def _read_parity(path: Path) -> bytes | None:
+    """Return the parity of a chunk; None if there is none, as in files of earlier versions."""
+    parity = path.with_suffix(_PARITY)
+    return parity.read_bytes() if parity.is_file() else None
 
 
-def _write(folder: Path, content: State) -> str:
+def _make_parity_good(path: Path, data: bytes, parity: bytes | None) -> str:
+    """Write the parity of a good chunk if it has no good one; returns a line if it had a damaged one."""
+    if parity == (right := parity_of(data)):
+        return ""
+    _replace(path.with_suffix(_PARITY), right)
+    return "" if parity is None else f"{path.with_suffix(_PARITY)}: damaged, and made anew from its chunk"
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Replace a file by a good one, in one step."""
+    unfinished = path.with_name(f".partial-{os.getpid()}")
+    try:
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise CheckpointError(f"{path}: damaged, and cannot be put right ({error.strerror})") from error
+
+
+def all_but(names: Collection[str], folder: Path) -> list[Path]:
+    """Return every file of the folder that belongs to none of the named chunks."""
+    stems = {Path(name).stem for name in names}
+    return [path for path in folder.glob("*") if path.stem not in stems]
+
+
+def _write(folder: Path, content: State, unfinished: Path) -> str:
     """Write a chunk; it appears under its name only when complete. Returns the name."""
     header, arrays = codec.pack(content)
     tensors = {str(i): np.ascontiguousarray(a).reshape(a.shape) for i, a in enumerate(arrays)}
     data = to_bytes({**tensors, "header": np.frombuffer(header, np.uint8)})
-    name = f"{hashlib.sha256(data).hexdigest()}.safetensors"
+    name = _name(data)
     failpoint("checkpoint.before_chunk")
-    unfinished = folder / f".partial-{os.getpid()}"
     try:
         folder.mkdir(exist_ok=True)
+        unfinished.write_bytes(parity_of(data))
+        os.replace(unfinished, (folder / name).with_suffix(_PARITY))
         with unfinished.open("wb") as file:
             file.write(data)
             failpoint("checkpoint.in_chunk")
@@ -103,6 +145,10 @@ def _read(path: Path) -> State:
     except (OSError, SafetensorError, ValueError, KeyError, IndexError) as error:
         raise CheckpointError(f"{path}: damaged ({error})") from error
     return content
+
+
+def _name(data: bytes) -> str:
+    return f"{hashlib.sha256(data).hexdigest()}.safetensors"
 
 
 def _path(folder: Path, name: str) -> Path:

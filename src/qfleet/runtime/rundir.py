@@ -1,4 +1,4 @@
-"""A run's directory: where its files are; a second process is kept out while one is using it."""
+"""A run's directory: where its files are, its epoch, and who owns it: a second process is kept out."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from qfleet.core.errors import ConfigError, QfleetError
+from qfleet.core.failpoints import failpoint
+from qfleet.runtime.epochs import Epoch
 from qfleet.runtime.ownership import INTERRUPTED, Ownership, interrupt_main_thread, look, refusal
 
 MEETING = ".rendezvous-"
@@ -33,6 +35,7 @@ class RunDir:
         self.ended_by = ""
         """Who asked for that: USER@HOST."""
         self._ownership: Ownership | None = None
+        self._epoch: Epoch | None = None
         self.begun = False
         """Whether anything came of the run that must be kept."""
         self._made = False
@@ -66,6 +69,11 @@ class RunDir:
         if threading.current_thread() is threading.main_thread():
             self.end = interrupt_main_thread
         self._ownership = Ownership.acquire(self.path, self._asked)
+        try:
+            self._epoch = Epoch.begin(self.checkpoints)
+        except OSError as error:
+            self._ownership.release()
+            raise ConfigError(f"{self.checkpoints} cannot be written: {error.strerror}") from error
         return self
 
     def _asked(self, by: str) -> bool:
@@ -75,17 +83,32 @@ class RunDir:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for place in self.epoch.folder.glob(f"{MEETING}*"):
+            place.unlink(missing_ok=True)  # ranks that were killed left it
         if self._made and not self.begun and getattr(error, "exit_code", 0) == ConfigError.exit_code:
             shutil.rmtree(self.path)  # refused before it began: leave nothing behind
-        for place in self.path.glob(f"{MEETING}*"):
-            place.unlink(missing_ok=True)  # ranks that were killed left it
         if self._ownership is not None:
             self._ownership.release(ending(error))
             self._ownership = None
 
+    @property
+    def epoch(self) -> Epoch:
+        """This use of the directory; only while the lock is held."""
+        assert self._epoch is not None, "the directory is not in use"
+        return self._epoch
+
+    def write(self, path: Path, text: str) -> None:
+        """Write a file of the run, complete or not at all; Superseded if another process has taken the run over."""
+        self.epoch.require()
+        try:
+            write_atomically(path, text)
+        except OSError as error:
+            self.epoch.require()
+            raise QfleetError(f"{path}: cannot be written ({error.strerror}); is there room on the disk?") from error
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json, complete or not at all."""
-        write_atomically(self.summary, json.dumps(summary, indent=1) + "\n")
+        """Write summary.json."""
+        self.write(self.summary, json.dumps(summary, indent=1) + "\n")
 
 
 def ending(error: BaseException | None) -> str:
@@ -100,5 +123,10 @@ def ending(error: BaseException | None) -> str:
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file by a new version in one step."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    os.replace(partial, path)
+    try:
+        partial.write_text(text)
+        failpoint(f"write.{path.stem}")
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)  # half of it would take what room there is
+        raise

@@ -65,6 +65,7 @@ GAMES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 """Settings of each game, and the ways that it is played in: fused loops have no servers and no splits. Splits, which
 change nothing but the last digits, are played on CartPole alone."""
+SEEDS = 5
 COMMON = {"threads": 1, "evaluation.test_episodes": 100}
 Runs = dict[str, dict[str, dict[str, dict[str, float | None]]]]
 """What came of each run: by game, way and seed."""
@@ -74,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--games", nargs="+", choices=list(GAMES), default=list(GAMES))
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--first-seed", type=int, default=100)
     options = parser.parse_args()
     for seed in range(options.first_seed, options.first_seed + options.seeds):
@@ -117,6 +118,9 @@ def _keep(game: str, way: str, seed: int, result: dict[str, float | None]) -> No
 def _page(runs: Runs) -> str:
     lines = ["# Several learners learn as one does", "", f"Written by `python benchmarks/{Path(__file__).name}`."]
     for game, ways in runs.items():
+        if fewest := _unfinished(ways):
+            lines += ["", f"## {game}", "", f"Not finished: {fewest} of {SEEDS} seeds of every way."]
+            continue
         low, high = _interval(_scores(ways[ALONE].values()))
         lines += [
             "",
@@ -130,6 +134,12 @@ def _page(runs: Runs) -> str:
             *(_row(way, list(ways[way].values()), low) for way in WAYS if way in ways),
         ]
     return "\n".join([*lines, ""])
+
+
+def _unfinished(ways: dict[str, dict[str, dict[str, float | None]]]) -> str:
+    """Return how many seeds every way of a game has, if too few for an interval."""
+    fewest = min(len(ways.get(way, {})) for way in (ALONE, *ways))
+    return str(fewest) if fewest < SEEDS else ""
 
 
 def _row(way: str, results: list[dict[str, float | None]], low: float) -> str:

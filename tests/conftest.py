@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def ray_session() -> Iterator[None]:
     """One local Ray for the whole test run: starting it costs seconds."""
     pytest.importorskip("ray")
-    from qfleet.runtime.ray import start_local, stop_local
+    from qfleet.runtime.ray_cluster import start_local, stop_local
 
     start_local()
     yield

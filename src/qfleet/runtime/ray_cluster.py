@@ -1,0 +1,179 @@
+"""The Ray that a run uses: started here or joined, looked over before training, its nodes dealt out to the roles."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qfleet.core.errors import ConfigError, MissingExtra
+from qfleet.core.versions import versions
+
+try:
+    import ray
+    from ray.exceptions import AuthenticationError, RayError, RayTaskError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+except ImportError as error:
+    raise MissingExtra("ray", "ray", "the placement 'ray'") from error
+
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+_LOOK_S = 120.0
+"""How long a node may take to say what it has: it imports torch for that."""
+_SAME = ("qfleet", "python", "torch", "numpy", "ray")
+"""What must be the same on every node."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A node of the cluster, as far as roles are placed there."""
+
+    id: str
+    name: str
+    cpus: float
+    object_store: float
+    """Bytes."""
+
+
+def start_local() -> None:
+    """Start a Ray of this machine alone: quiet, on loopback, with a token, because Ray listens on all addresses."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray writes one into the home folder
+    ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **_QUIET)
+
+
+def stop_local() -> None:
+    """Leave Ray, and end it if it was started here."""
+    ray.shutdown()
+
+
+def connect(address: str | None) -> bool:
+    """Make sure that there is a Ray to use; returns whether it is this run's to leave."""
+    if ray.is_initialized():
+        return False
+    if address is None:
+        start_local()
+        return True
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"address {address} is of Ray's client: run qfleet on a node of the cluster, with --address auto"
+        )
+    try:
+        ray.init(address=address, **_QUIET)
+    except AuthenticationError as error:
+        raise ConfigError(
+            f"the Ray cluster at {address} wants a token that it knows: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or"
+            " RAY_AUTH_TOKEN_PATH) to that of its head"
+        ) from error
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
+        raise ConfigError(_told(address, str(error))) from error
+    return True
+
+
+def _told(address: str, text: str) -> str:
+    """Return what a person should do who could not join a cluster."""
+    brief = " ".join(text.split())[:300]
+    if "ersion mismatch" in text:
+        return f"the Ray cluster at {address} has other versions: {brief}; install the same on every node"
+    return (
+        f"no Ray cluster answers at {address} ({brief}): is its head running (`ray start --head --port 6379`), can this"
+        " machine reach it, and is there a node here (`ray start --address HEAD:6379`)? Leave --address out for this"
+        " machine alone"
+    )
+
+
+def sites() -> list[Site]:
+    """Return the nodes that live, the driver's first."""
+    here = ray.get_runtime_context().get_node_id()
+    found = [
+        Site(
+            node["NodeID"],
+            f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})",
+            node["Resources"].get("CPU", 0.0),
+            node["Resources"].get("object_store_memory", 0.0),
+        )
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        if node["Alive"]
+    ]
+    return sorted(found, key=lambda site: (site.id != here, site.id))
+
+
+def cpu_share(roles: int) -> float:
+    """Return the CPUs that each role asks for: one, or so little that two runs fit; raises ConfigError without room."""
+    total: float = ray.cluster_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
+    free: float = ray.available_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
+    share = min(1.0, math.floor(100 * total / (2 * roles)) / 100)
+    if share == 0.0 or share * roles > free + 1e-6:
+        raise ConfigError(
+            f"no CPUs for {roles} roles: the Ray cluster has {total:g}, of which {free:g} are free, and each role asks"
+            f" for {max(share, 0.01):g}; lower --actors, end other work there, or add nodes"
+        )
+    return share
+
+
+def deal(here: int, anywhere: int, nodes: Sequence[Site]) -> list[Site]:
+    """Return a node for each of so many roles that may be anywhere, when so many others are on the first node.
+
+    The next one goes to the node that has most CPUs left.
+    """
+    left = [site.cpus - (here if number == 0 else 0) for number, site in enumerate(nodes)]
+    dealt = []
+    for _ in range(anywhere):
+        number = max(range(len(nodes)), key=lambda number: left[number])
+        left[number] -= 1
+        dealt.append(nodes[number])
+    return dealt
+
+
+def on(site: Site) -> NodeAffinitySchedulingStrategy:
+    """Return what makes Ray put something on a node and nowhere else."""
+    return NodeAffinitySchedulingStrategy(site.id, soft=False)
+
+
+def require_alike(others: Sequence[Site], search_path: Sequence[str], rehearsal: Callable[[], Any] | None) -> None:
+    """Raise ConfigError unless all other nodes have what this one has, and what `rehearsal` needs can be had there."""
+
+    def look() -> tuple[dict[str, str], str]:
+        """Runs there; defined here, so that it is sent as it is, whatever is installed there."""
+        import sys
+
+        sys.path += [folder for folder in search_path if folder not in sys.path]
+        try:
+            from qfleet.core.versions import versions
+        except ImportError as error:
+            return {}, f"qfleet cannot be imported ({error}): install it on every node"
+        try:
+            if rehearsal is not None:
+                rehearsal()
+        except Exception as error:
+            return versions(), f"{type(error).__name__}: {error}"
+        return versions(), ""
+
+    looking = {site: ray.remote(look).options(num_cpus=0, scheduling_strategy=on(site)).remote() for site in others}
+    own = versions()
+    for site, answer in looking.items():
+        try:
+            theirs, trouble = ray.get(answer, timeout=_LOOK_S)
+        except (RayTaskError, RayError) as error:
+            raise ConfigError(f"node {site.name} cannot run qfleet: {' '.join(str(error).split())[-300:]}") from error
+        other = [
+            f"{name} {theirs.get(name)}, here {own.get(name)}" for name in _SAME if theirs.get(name) != own.get(name)
+        ]
+        if theirs and other:
+            raise ConfigError(f"node {site.name} has {'; '.join(other)}: install the same versions on every node")
+        if trouble:
+            raise ConfigError(f"node {site.name} cannot play this environment: {trouble}; install there what it needs")
+
+
+def require_store(others: Sequence[Site], in_flight: float) -> None:
+    """Raise ConfigError where a node's object store is too small for the bytes that may be on their way at once."""
+    for site in others:
+        if in_flight > site.object_store:
+            raise ConfigError(
+                f"the object store of node {site.name} is too small: {in_flight / 1e6:,.1f} MB may be on their way to"
+                f" or from it, and it has {site.object_store / 1e6:,.1f} MB; start Ray there with"
+                " --object-store-memory BYTES, or lower actor.envs or actor.unroll"
+            )

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
@@ -30,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep what needs Ray together, so that only one of several workers starts it."""
     for item in items:
         given = getattr(getattr(item, "callspec", None), "params", {})
-        if "ray" in map(str, given.values()) or "ray_session" in getattr(item, "fixturenames", ()):
+        if "ray" in map(str, given.values()) or {"ray_session", "second_node"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("ray"))
 
 
@@ -43,3 +48,29 @@ def ray_session() -> Iterator[None]:
     start_local()
     yield
     stop_local()
+
+
+@pytest.fixture
+def second_node(ray_session: None) -> Iterator[Callable[[], None]]:
+    """A second node on this machine, as `ray start` on another one would be; calling what is given ends it."""
+    import ray
+
+    head = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head}", "--num-cpus=2", "--block"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+
+    def await_nodes(count: int) -> None:
+        until = time.monotonic() + 120
+        while sum(node["Alive"] for node in ray.nodes()) != count:
+            assert time.monotonic() < until, ray.nodes()
+            time.sleep(0.1)
+
+    def end() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    await_nodes(2)
+    yield end
+    end()
+    await_nodes(1)

@@ -38,8 +38,8 @@ from qfleet.runtime.worker import Answer, Command, OpenEnds, last_words
 
 _CALLS = 16
 """How many calls an actor answers at the same time: the driver's, and those of other nodes' keepers."""
-_WARM_S, _GENTLY_S, _STOP_S = 1.0, 0.5, 5.0
-"""How long a spare may take to say that it lives, an actor to end when Ray asks it to, and keepers to close."""
+_WARM_S, _STOP_S = 1.0, 5.0
+"""How long a spare may take to say that it lives, and keepers to close."""
 
 
 class RayPlacement(RevivingPlacement):
@@ -343,17 +343,15 @@ class _Life:
         self._last = self.actor.finish.remote()
 
     def kill(self) -> None:
-        """End the actor, and what its role may have started."""
-        ray.kill(self.actor)
+        """End the actor."""
+        ray.kill(self.actor)  # first: of an actor that ends otherwise Ray tells everybody
         self._last = self.actor.finish.remote()  # fails as soon as it is dead
-        ray.wait([self._last], timeout=_GENTLY_S)  # Ray tells everybody of an actor that ends otherwise
-        if self.pid:
-            self._kill(self.pid)
 
     def join(self, until: float) -> None:
         """Wait for the end of the role or the actor, at most until then."""
         ray.wait([self._last], timeout=max(0.0, until - time.monotonic()))
 
     def release(self) -> None:
-        """Let Ray forget the actor."""
-        self._calls = []
+        """End what its role may have started, and the actor if it did not hear."""
+        if self.pid:
+            self._kill(self.pid)

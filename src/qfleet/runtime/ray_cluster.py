@@ -91,7 +91,7 @@ def sites() -> list[Site]:
     found = [
         Site(
             node["NodeID"],
-            f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})",
+            f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}, {node['NodeID'][:6]})",
             node["Resources"].get("CPU", 0.0),
             node["Resources"].get("object_store_memory", 0.0),
         )

@@ -51,13 +51,13 @@ class Life(Protocol):
         """Ask the role to close."""
 
     def kill(self) -> None:
-        """End it, and what it may have started."""
+        """End it."""
 
     def join(self, until: float) -> None:
         """Wait for its end, at most until then."""
 
     def release(self) -> None:
-        """Give back what belongs to the dead."""
+        """Give back what belongs to the dead, and end what it may have started."""
 
 
 class Revival(TypedDict, total=False):
@@ -166,7 +166,7 @@ class RevivingPlacement(SupervisedPlacement):
         if not self._replaceable(member):
             return cause
         life = self._lives.pop(member.name)
-        life.kill()  # what it had started
+        life.kill()
         life.join(time.monotonic() + KILL_S)
         life.release()
         if member.name in self._leaving:

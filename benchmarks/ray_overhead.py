@@ -94,9 +94,7 @@ def main() -> None:
     parser.add_argument("--actors", type=int, nargs="+", default=[1, 2])
     wanted = parser.parse_args()
     start_local()
-    print(
-        "| actors | processes, steps/s | ray, steps/s | ratio, median [range] | CPU ms of 1,000 steps | ray starts in s |"
-    )
+    print("| actors | processes, steps/s | ray, steps/s | ratio, median [range] | CPU ms of 1,000 | ray starts in s |")
     print("|---|---|---|---|---|---|")
     for actors in wanted.actors:
         pairs = [

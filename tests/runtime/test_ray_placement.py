@@ -160,10 +160,25 @@ def test_roles_are_dealt_out_by_the_cpus_that_are_left(
 
 
 def test_more_roles_than_a_cluster_has_cpus_for_are_refused(ray_session: None) -> None:
-    from qfleet.runtime.ray_cluster import cpu_share
+    import ray
 
-    with pytest.raises(ConfigError, match=r"no CPUs for 1000 roles: the Ray cluster has 2, .* lower --actors"):
-        cpu_share(1000)
+    from qfleet.runtime.ray_cluster import cpu_shares, require_started, sites
+
+    (here,) = sites()
+    assert cpu_shares([here] * 5) == {here: 0.2}
+    with pytest.raises(ConfigError, match=r"no CPUs for 1000 roles: node .* has 2, .*; lower --actors or add nodes"):
+        cpu_shares([here] * 1000)
+    with pytest.raises(ConfigError, match=r"no CPUs for 8 roles: they ask for 4, and 2 are free .*; end other work"):
+        cpu_shares([here] * 4 + [site("A", 4)] * 4)
+
+    class Waiting:
+        def ready(self) -> None:
+            pass
+
+    waiting = ray.remote(Waiting).options(num_cpus=3).remote()
+    with pytest.raises(ConfigError, match=r"has not started 1 of 1 roles within 1 s \(actor-0\): are there CPUs free"):
+        require_started({"actor-0": waiting}, 1.0)
+    ray.kill(waiting)
 
 
 def test_an_object_store_that_is_too_small_is_refused() -> None:

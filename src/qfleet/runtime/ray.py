@@ -77,8 +77,7 @@ class RayPlacement(RevivingPlacement):
             ray_cluster.require_alike(others, sys.path, rehearsal)
             ray_cluster.require_store(others, in_flight)
             self._warn_of_crowd(ray.cluster_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]
-            share = ray_cluster.cpu_share(len(graph.nodes))
-            self._hands.hire({name: (home, share) for name, home in self._homes.items()})
+            self._hands.hire(self._homes, ray_cluster.cpu_shares(self._homes.values()))
             folders = self._lay_out(graph, here, others)
             for node in graph.nodes:
                 folder = folders[self._homes[node.name]]
@@ -167,10 +166,10 @@ class _Hands:
         self._spares: dict[Site, Any] = {}
         self._made = 0
 
-    def hire(self, wanted: Mapping[str, tuple[Site, float]]) -> None:
-        """Begin to make the actors of these roles, each on its node and with its CPUs."""
-        for name, (home, cpus) in wanted.items():
-            self._hired[name] = self._make(name, home, cpus)
+    def hire(self, homes: Mapping[str, Site], shares: Mapping[Site, float]) -> None:
+        """Make the actors of these roles, each on its node and with its share of the CPUs there."""
+        self._hired = {name: self._make(name, home, shares[home]) for name, home in homes.items()}
+        ray_cluster.require_started(self._hired)
 
     def warm(self, homes: Collection[Site]) -> None:
         """Have a spare on each of these nodes from now on."""

@@ -6,7 +6,8 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from qfleet.core.versions import versions
 
 try:
     import ray
+    from ray import cloudpickle
     from ray.exceptions import AuthenticationError, RayError, RayTaskError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
@@ -41,6 +43,7 @@ class Site:
 def start_local() -> None:
     """Start a Ray of this machine alone: quiet, on loopback, with a token, because Ray listens on all addresses."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")  # else Ray gives up on a busy machine
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray writes one into the home folder
     ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **_QUIET)
 
@@ -101,17 +104,39 @@ def sites() -> list[Site]:
     return sorted(found, key=lambda site: (site.id != here, site.id))
 
 
-def cpu_share(roles: int) -> float:
-    """Return the CPUs that each role asks for: one, or so little that two runs fit; raises ConfigError without room."""
-    total: float = ray.cluster_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
+def cpu_shares(homes: Collection[Site]) -> dict[Site, float]:
+    """Return the CPUs that each role on a node asks for, given the node of every role; raises ConfigError without room.
+
+    That is one, or so little that two such runs fit.
+    """
     free: float = ray.available_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
-    share = min(1.0, math.floor(100 * total / (2 * roles)) / 100)
-    if share == 0.0 or share * roles > free + 1e-6:
+    roles = Counter(homes)
+    shares = {site: min(1.0, math.floor(100 * site.cpus / (2 * count)) / 100) for site, count in roles.items()}
+    for site, share in shares.items():
+        if share == 0.0:
+            raise ConfigError(
+                f"no CPUs for {roles[site]} roles: node {site.name} has {site.cpus:g}, less than a hundredth for"
+                " each and as much again; lower --actors or add nodes"
+            )
+    wanted = sum(share * roles[site] for site, share in shares.items())
+    if wanted > free + 1e-6:
         raise ConfigError(
-            f"no CPUs for {roles} roles: the Ray cluster has {total:g}, of which {free:g} are free, and each role asks"
-            f" for {max(share, 0.01):g}; lower --actors, end other work there, or add nodes"
+            f"no CPUs for {roles.total()} roles: they ask for {wanted:g}, and {free:g} are free in the Ray cluster;"
+            " end other work there, lower --actors, or add nodes"
         )
-    return share
+    return shares
+
+
+def require_started(actors: Mapping[str, Any], patience_s: float = 300.0) -> None:
+    """Raise ConfigError when Ray has not started all actors in time: it waits for ever for CPUs that others have."""
+    calls = {actor.ready.remote(): name for name, actor in actors.items()}
+    _, missing = ray.wait(list(calls), num_returns=len(calls), timeout=patience_s)
+    if missing:
+        names = ", ".join(sorted(calls[call] for call in missing)[:5])
+        raise ConfigError(
+            f"Ray has not started {len(missing)} of {len(calls)} roles within {patience_s:g} s ({names}): are there"
+            " CPUs free on their nodes (`ray status`)? End other work there, or lower --actors"
+        )
 
 
 def deal(here: int, anywhere: int, nodes: Sequence[Site]) -> list[Site]:
@@ -136,18 +161,22 @@ def on(site: Site) -> NodeAffinitySchedulingStrategy:
 def require_alike(others: Sequence[Site], search_path: Sequence[str], rehearsal: Callable[[], Any] | None) -> None:
     """Raise ConfigError unless all other nodes have what this one has, and what `rehearsal` needs can be had there."""
 
+    packed: bytes = cloudpickle.dumps(rehearsal)  # type: ignore[no-untyped-call]
+
     def look() -> tuple[dict[str, str], str]:
         """Runs there; defined here, so that it is sent as it is, whatever is installed there."""
         import sys
+
+        from ray import cloudpickle
 
         sys.path += [folder for folder in search_path if folder not in sys.path]
         try:
             from qfleet.core.versions import versions
         except ImportError as error:
-            return {}, f"qfleet cannot be imported ({error}): install it on every node"
+            return {}, f"qfleet cannot be imported there ({error})"
         try:
-            if rehearsal is not None:
-                rehearsal()
+            if (rehearse := cloudpickle.loads(packed)) is not None:
+                rehearse()
         except Exception as error:
             return versions(), f"{type(error).__name__}: {error}"
         return versions(), ""
@@ -165,7 +194,9 @@ def require_alike(others: Sequence[Site], search_path: Sequence[str], rehearsal:
         if theirs and other:
             raise ConfigError(f"node {site.name} has {'; '.join(other)}: install the same versions on every node")
         if trouble:
-            raise ConfigError(f"node {site.name} cannot play this environment: {trouble}; install there what it needs")
+            raise ConfigError(
+                f"node {site.name} cannot play this environment: {trouble}; install there what is missing"
+            )
 
 
 def require_store(others: Sequence[Site], in_flight: float) -> None:

@@ -151,7 +151,9 @@ def test_an_old_question_asks_for_nothing_that_is_gone(tmp_path: Path) -> None:
         nodes.receive()
         nodes.acknowledge()
         nodes.carry()
-    assert nodes.source.answer("there", nodes.questions[0]).streams == {}
+    late = nodes.source.answer("there", nodes.questions[0])
+    assert (late.heeded, late.streams) == (False, {})
+    assert nodes.source.answer("there", nodes.goal.question("here")).heeded
 
 
 def test_restored_messages_take_room_from_the_sender_on_the_other_node(tmp_path: Path) -> None:
@@ -210,5 +212,5 @@ def test_what_finds_no_room_waits_at_its_sender(tmp_path: Path) -> None:
     create_stream(edge_stem(tmp_path, "edge"), 1)
     goal = Depot(tmp_path, {"here": Imports(streams=("edge",))}, {})
     frames = [np.frombuffer(bytes(64), np.uint8)] * 3
-    goal.take_in("here", Parcel({"edge": (0, frames, True)}, {}, {}))
+    goal.take_in("here", Parcel(True, {"edge": (0, frames, True)}, {}, {}))
     assert goal.question("here").streams["edge"] == (1, 0, False), "the end is not there before all messages are"

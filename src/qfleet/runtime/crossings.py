@@ -59,6 +59,8 @@ class Question:
 class Parcel:
     """What came of a question."""
 
+    heeded: bool
+    """Whether it was the newest; an older one gets no messages."""
     streams: dict[str, tuple[int, list[Buffer], bool]]
     """The number of the first message, the messages, and whether the stream is closed after them."""
     values: dict[str, tuple[int, Any]]
@@ -210,15 +212,15 @@ class Depot:
         """Return what another node has not got yet."""
         exports = self._exports[asker]
         with self._lock:
-            streams = {}
-            if question.number >= self._answered[asker]:  # what an older one asks for may be gone
+            streams, heeded = {}, question.number >= self._answered[asker]
+            if heeded:  # what an older one asks for may be gone
                 self._answered[asker] = question.number
                 for edge, (first, taken, _) in question.streams.items():
                     self._exits[edge].credit(taken)
                     streams[edge] = self._exits[edge].messages(first)
             values = {edge: self._seen[edge].sealed() for edge in self._newer(question)}
             fresh = {edge: found for edge, found in values.items() if found is not None}
-            return Parcel(streams, fresh, self._parts(exports))
+            return Parcel(heeded, streams, fresh, self._parts(exports))
 
     def take_in(self, source: str, parcel: Parcel) -> None:
         """Put what came to where the roles of this node find it."""

@@ -6,12 +6,13 @@ actor is worse than a death, which is repaired here as in `processes`. Only the 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import secrets
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -71,9 +72,11 @@ class RayPlacement(RevivingPlacement):
         self._hands = _Hands(sorted({node.build.__module__ for node in graph.nodes}))
         self._setups: dict[str, RoleSetup] = {}
         self._carrying = False
+        atexit.register(self.close)  # before Ray's own handler
         try:
-            self._homes = _settle_down(graph, anywhere)
-            here, *others = dict.fromkeys([ray_cluster.sites()[0], *self._homes.values()])
+            nodes = ray_cluster.sites()
+            self._homes = _settle_down(graph, anywhere, nodes)
+            here, *others = dict.fromkeys([nodes[0], *self._homes.values()])
             ray_cluster.require_alike(others, sys.path, rehearsal)
             ray_cluster.require_store(others, in_flight)
             self._warn_of_crowd(ray.cluster_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]
@@ -121,9 +124,12 @@ class RayPlacement(RevivingPlacement):
         return _Life(self._hands.take(name, home), self._setups[name], lambda pid: self._keepers.kill(home, pid))
 
     def _wait_for_news(self, seconds: float) -> None:
-        calls = [call for life in self._lives.values() for call in life.waitables()]
         attended = self._keepers.attended()
-        ready, _ = ray.wait([*calls, *attended], timeout=seconds) if calls else ([], [])
+        calls = [*attended, *(call for life in self._lives.values() for call in life.waitables())]
+        if not calls:
+            time.sleep(seconds)
+            return
+        ready, _ = ray.wait(calls, timeout=seconds)
         if lost := [site for call, site in attended.items() if call in ready]:
             self.close()
             cause = (
@@ -132,6 +138,7 @@ class RayPlacement(RevivingPlacement):
             raise RoleFailure("node", self._keepers.index(lost[0]), cause, died=True)
 
     def _end(self) -> None:
+        atexit.unregister(self.close)
         self._end_lives()
         self._hands.dismiss()
         self._keepers.close()
@@ -140,9 +147,9 @@ class RayPlacement(RevivingPlacement):
             ray_cluster.stop_local()
 
 
-def _settle_down(graph: Graph, anywhere: Collection[str]) -> dict[str, Site]:
+def _settle_down(graph: Graph, anywhere: Collection[str], nodes: Sequence[Site]) -> dict[str, Site]:
     """Return the node that each role is on, in all its lives."""
-    nodes, roaming = ray_cluster.sites(), [node.name for node in graph.nodes if node.kind in anywhere]
+    roaming = [node.name for node in graph.nodes if node.kind in anywhere]
     dealt = ray_cluster.deal(len(graph.nodes) - len(roaming), len(roaming), nodes)
     return {node.name: nodes[0] for node in graph.nodes} | dict(zip(roaming, dealt, strict=True))
 
@@ -260,8 +267,8 @@ class _Keepers:
 
     def close(self) -> None:
         """End all of them."""
-        closing = [keeper.close.remote() for keeper in self._actors.values()]
-        ray.wait(closing, num_returns=len(closing), timeout=_STOP_S) if closing else None
+        if closing := [keeper.close.remote() for keeper in self._actors.values()]:
+            ray.wait(closing, num_returns=len(closing), timeout=_STOP_S)
         for keeper in self._actors.values():
             ray.kill(keeper)
 

@@ -194,7 +194,8 @@ class Keeper:
     def settle(self) -> None:
         """Have everything come here that is new elsewhere; all roles are paused."""
         for source in self._sources:
-            self._ask(source, 0.0)
+            while not self._ask(source, 0.0):
+                pass  # another question overtook this one, and its answer may still be on its way
 
     def attend(self) -> None:
         """Return when the run is over: whoever waits for it hears at once when this node is lost."""
@@ -216,10 +217,12 @@ class Keeper:
             known = self._put[edge] = (stamp, ray.put(frame))
         return known
 
-    def _ask(self, source: str, patience: float) -> None:
-        parcel = ray.get(self._keepers[source].fetch.remote(self._name, self._depot.question(source), patience))
+    def _ask(self, source: str, patience: float) -> bool:
+        """Take in what another node has for this one; returns whether that was everything."""
+        parcel: Parcel = ray.get(self._keepers[source].fetch.remote(self._name, self._depot.question(source), patience))
         values = {edge: (stamp, ray.get(frame)) for edge, (stamp, frame) in parcel.values.items()}
         self._depot.take_in(source, replace(parcel, values=values))
+        return parcel.heeded
 
     def _follow(self, source: str) -> None:
         """Ask one node again and again; a call that is lost is made anew, a dead node is named by the driver."""

@@ -43,6 +43,7 @@ class Site:
 def start_local() -> None:
     """Start a Ray of this machine alone: quiet, on loopback, with a token, because Ray listens on all addresses."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by Ray's choice: anything else on the machine would go first
     os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")  # else Ray gives up on a busy machine
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray writes one into the home folder
     ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **_QUIET)

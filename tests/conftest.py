@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -57,6 +58,14 @@ def ray_session() -> Iterator[None]:
     stop_local()
 
 
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        bound = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in bound:
+            one.bind(("", 0))
+        return [one.getsockname()[1] for one in bound]
+
+
 @pytest.fixture
 def second_node(ray_session: None) -> Iterator[Callable[[], None]]:
     """A second node on this machine, as `ray start` on another one would be; calling what is given ends it."""
@@ -64,6 +73,9 @@ def second_node(ray_session: None) -> Iterator[Callable[[], None]]:
 
     head = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head}", "--num-cpus=2", "--block"]
+    # A node that has to find ports by itself waits 15 s for processes that tell them, and ends when they are slow.
+    named = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
+    command += [f"--{name}-port={port}" for name, port in zip(named, free_ports(len(named)), strict=True)]
     started: list[subprocess.Popen[bytes]] = []
 
     def await_nodes(count: int, start: bool) -> None:

@@ -5,9 +5,13 @@ Every actor imports torch anew, so that a test has several things happen to one 
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import signal
+import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +191,46 @@ def test_an_object_store_that_is_too_small_is_refused() -> None:
     require_store([site("B", 2, store=2e6)], 1e6)
     with pytest.raises(ConfigError, match=r"node B is too small: 3.0 MB .* it has 2.0 MB; start Ray there with"):
         require_store([site("B", 2, store=2e6)], 3e6)
+
+
+def test_a_cluster_that_cannot_be_joined_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a Ray: nobody listens; somebody does, and Ray says what it says without a token or of other versions."""
+    import ray
+
+    from qfleet.runtime.ray_cluster import connect
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=rf"no Ray cluster answers at {address} .*is its head running"):
+            connect(address)
+        listening.listen()
+        says = ConnectionError("Failed to connect to Ray cluster")
+
+        def refused(**settings: Any) -> None:
+            raise says
+
+        monkeypatch.setattr(ray, "init", refused)
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "an old one")
+        with pytest.raises(ConfigError, match=r"could not join .* want another token \(set RAY_AUTH_TOKEN or"):
+            connect(address)
+        says = RuntimeError("Version mismatch: The cluster was started with: Ray: 2.50.0")
+        with pytest.raises(ConfigError, match=r"has other versions: .*Ray: 2.50.0; install the same on every node"):
+            connect(address)
+    with pytest.raises(ConfigError, match=r"of Ray's client: run qfleet on a node of the cluster, with --address auto"):
+        connect("ray://somewhere:10001")
+
+
+def test_nodes_that_differ_are_refused(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This node plays the other one."""
+    from qfleet.runtime import ray_cluster
+
+    (here,) = ray_cluster.sites()
+    ray_cluster.require_alike([here], [], None)
+    with pytest.raises(ConfigError, match=r"cannot play this environment: ModuleNotFoundError: .*no_such_env.*install"):
+        ray_cluster.require_alike([here], [], partial(importlib.import_module, "no_such_env"))
+    own = ray_cluster.versions()
+    monkeypatch.setattr(ray_cluster, "versions", lambda: {**own, "torch": "0.1"})
+    with pytest.raises(ConfigError, match=rf"has torch {re.escape(own['torch'])}, here 0.1: install the same versions"):
+        ray_cluster.require_alike([here], [], None)

@@ -6,9 +6,11 @@ import logging
 import math
 import os
 import secrets
+import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from qfleet.core.errors import ConfigError, MissingExtra
@@ -17,12 +19,14 @@ from qfleet.core.versions import versions
 try:
     import ray
     from ray import cloudpickle
-    from ray.exceptions import AuthenticationError, RayError, RayTaskError
+    from ray.exceptions import RayError, RayTaskError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
     raise MissingExtra("ray", "ray", "the placement 'ray'") from error
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+_ANSWER_S = 5.0
 _LOOK_S = 120.0
 """How long a node may take to say what it has: it imports torch for that."""
 _SAME = ("qfleet", "python", "torch", "numpy", "ray")
@@ -65,27 +69,37 @@ def connect(address: str | None) -> bool:
         raise ConfigError(
             f"address {address} is of Ray's client: run qfleet on a node of the cluster, with --address auto"
         )
+    _require_answer(address)
     try:
         ray.init(address=address, **_QUIET)
-    except AuthenticationError as error:
-        raise ConfigError(
-            f"the Ray cluster at {address} wants a token that it knows: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or"
-            " RAY_AUTH_TOKEN_PATH) to that of its head"
-        ) from error
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         raise ConfigError(_told(address, str(error))) from error
     return True
 
 
+def _require_answer(address: str) -> None:
+    """Raise ConfigError if nobody listens there: Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host, int(port)), _ANSWER_S).close()
+        except OSError as error:
+            raise ConfigError(
+                f"no Ray cluster answers at {address} ({error}): is its head running (`ray start --head --port {port}`),"
+                " and can this machine reach it? Leave --address out for this machine alone"
+            ) from error
+
+
 def _told(address: str, text: str) -> str:
-    """Return what a person should do who could not join a cluster."""
+    """Return what a person should do who could not join a cluster that answers."""
     brief = " ".join(text.split())[:300]
     if "ersion mismatch" in text:
         return f"the Ray cluster at {address} has other versions: {brief}; install the same on every node"
+    known = any(name in os.environ for name in _TOKENS) or Path("~/.ray/auth_token").expanduser().is_file()
     return (
-        f"no Ray cluster answers at {address} ({brief}): is its head running (`ray start --head --port 6379`), can this"
-        " machine reach it, and is there a node here (`ray start --address HEAD:6379`)? Leave --address out for this"
-        " machine alone"
+        f"could not join the Ray cluster at {address} ({brief}): is there a node of it on this machine"
+        f" (`ray start --address HEAD:PORT`), and does it want {'another' if known else 'a'} token (set {_TOKENS[0]} or"
+        f" {_TOKENS[1]} to that of its head)?"
     )
 
 

@@ -122,6 +122,7 @@ def test_too_many_deaths_of_a_group_of_actors_are_one_error(ray_session: None, m
     assert "that was death 2 within a short time" in caught.value.cause
 
 
+@pytest.mark.slow
 def test_edges_between_two_nodes_survive_deaths_and_a_lost_node_is_named(
     second_node: Callable[[], None], tmp_path: Path
 ) -> None:
@@ -153,14 +154,14 @@ def site(name: str, cpus: float, store: float = 1e9) -> Site:
 
 @pytest.mark.parametrize(
     ("cpus", "here", "roles", "expected"),
-    [((2, 2), 3, 2, "BB"), ((8, 4), 3, 6, "AABABB"), ((2, 1, 1), 0, 4, "AABC"), ((1,), 5, 3, "AAA")],
+    [((2, 2), 3, 2, "BB"), ((8, 4), 3, 6, "AABABA"), ((2, 1, 1), 0, 4, "AABC"), ((1,), 5, 3, "AAA")],
 )
 def test_roles_are_dealt_out_by_the_cpus_that_are_left(
     cpus: tuple[float, ...], here: int, roles: int, expected: str
 ) -> None:
     nodes = [site(name, count) for name, count in zip("ABC", cpus, strict=False)]
     dealt = "".join(one.name for one in deal(here, roles, nodes))
-    assert sorted(dealt) == sorted(expected)
+    assert dealt == expected
 
 
 def test_more_roles_than_a_cluster_has_cpus_for_are_refused(ray_session: None) -> None:

@@ -85,8 +85,8 @@ def _require_answer(address: str) -> None:
             socket.create_connection((host, int(port)), _ANSWER_S).close()
         except OSError as error:
             raise ConfigError(
-                f"no Ray cluster answers at {address} ({error}): is its head running (`ray start --head --port {port}`),"
-                " and can this machine reach it? Leave --address out for this machine alone"
+                f"no Ray cluster answers at {address} ({error}): is its head running (`ray start --head --port"
+                f" {port}`), and can this machine reach it? Leave --address out for this machine alone"
             ) from error
 
 

@@ -18,12 +18,11 @@ from typing import Any, Unpack
 
 from qfleet.core import failpoints
 from qfleet.core.errors import ConfigError, MissingExtra, RoleFailure
-from qfleet.core.protocols import Report
 
 try:
     import ray
     from ray import cloudpickle
-    from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
+    from ray.exceptions import GetTimeoutError, RayError
 except ImportError as error:
     raise MissingExtra("ray", "ray", "the placement 'ray'") from error
 
@@ -32,10 +31,11 @@ from qfleet.runtime.channels import Ports, StreamLevels, lay_out
 from qfleet.runtime.crossings import Map, draw_map
 from qfleet.runtime.graph import Graph, Node
 from qfleet.runtime.memory import RunFolder
-from qfleet.runtime.ray_actors import PATIENCE_S, Keeper, RoleActor, RoleSetup, Said, end_process
+from qfleet.runtime.ray_actors import Keeper, RoleActor, RoleSetup, end_process
 from qfleet.runtime.ray_cluster import Site
+from qfleet.runtime.ray_life import ActorLife
 from qfleet.runtime.reviving import Revival, RevivingPlacement
-from qfleet.runtime.worker import Answer, Command, OpenEnds, last_words
+from qfleet.runtime.worker import OpenEnds
 
 _CALLS = 16
 """How many calls an actor answers at the same time: the driver's, and those of other nodes' keepers."""
@@ -84,11 +84,12 @@ class RayPlacement(RevivingPlacement):
             folders = self._lay_out(graph, here, others)
             for node in graph.nodes:
                 folder = folders[self._homes[node.name]]
-                self._ports[node.name] = Ports(folder)
+                ports = self._ports[node.name] = Ports(folder)
+                count, behind = (threads or {}).get(node.kind, 1), node.kind in background
+                last_words = folder / f"{node.name}.last_words"
                 self._setups[node.name] = RoleSetup(
-                    node.name, payloads[node.name], self._ports[node.name], (threads or {}).get(node.kind, 1),
-                    node.kind in background, folder / f"{node.name}.last_words", failpoints.wanted(),
-                )  # fmt: skip
+                    node.name, payloads[node.name], ports, count, behind, last_words, failpoints.wanted()
+                )
             self._lives |= {node.name: self._begin(node.name) for node in graph.nodes}
             self._await("built")
             self._hands.warm({home for name, home in self._homes.items() if name not in self._mortal})
@@ -119,9 +120,9 @@ class RayPlacement(RevivingPlacement):
         for _ in range(2):  # what came to this node in the first round goes on in the second
             self._keepers.ask("settle")
 
-    def _begin(self, name: str) -> _Life:
+    def _begin(self, name: str) -> ActorLife:
         home = self._homes[name]
-        return _Life(self._hands.take(name, home), self._setups[name], lambda pid: self._keepers.kill(home, pid))
+        return ActorLife(self._hands.take(name, home), self._setups[name], lambda pid: self._keepers.kill(home, pid))
 
     def _wait_for_news(self, seconds: float) -> None:
         attended = self._keepers.attended()
@@ -271,93 +272,3 @@ class _Keepers:
             ray.wait(closing, num_returns=len(closing), timeout=_STOP_S)
         for keeper in self._actors.values():
             ray.kill(keeper)
-
-
-class _Life:
-    """One life of a role in an actor, as the driver holds it."""
-
-    def __init__(self, actor: Any, setup: RoleSetup, kill: Callable[[int], None]) -> None:
-        self.actor, self.pid = actor, 0
-        self._setup, self._kill = setup, kill
-        self._orders: list[tuple[Command, str]] = []
-        self._obeyed = self._known = 0
-        self._ended = False
-        self._verdict = ""
-        self._calls = [actor.live.remote(setup)]
-        self._last = self._calls[0]
-        """What ends when the role has closed, or its actor."""
-        self._call()
-
-    def _call(self) -> None:
-        orders = dict(enumerate(self._orders[self._obeyed :], self._obeyed))
-        self._newest = self.actor.talk.remote(orders, self._known, PATIENCE_S)
-        self._calls.append(self._newest)
-
-    def tell(self, command: Command, argument: str) -> None:
-        """Send a command; that it is dead is noticed by `hear`."""
-        self._orders.append((command, argument))
-        self._call()
-
-    def waitables(self) -> list[Any]:
-        """Return the calls that are with the actor."""
-        return [] if self._ended else list(self._calls)
-
-    def hear(self) -> list[Answer | Report]:
-        """Return what the role said, and that its actor died if it did without saying why."""
-        heard: list[Answer | Report] = []
-        ready = [] if self._ended else ray.wait(self._calls, num_returns=len(self._calls), timeout=0)[0]
-        self._calls = [call for call in self._calls if call not in ready]
-        for call in ready:
-            try:
-                heard += self._understood(ray.get(call))
-            except ActorDiedError as error:
-                self._ended = True
-                return [*heard, Answer("died", self._verdict or self._cause_of_death(error))]
-            except RayTaskError as error:
-                heard.append(Answer("failed", str(error), trace=str(error)))
-            except RayError:  # the call or its answer was lost: both may be said again
-                self._calls.append(self.actor.live.remote(self._setup))
-        self._ended = self._ended or any(isinstance(item, Answer) and item.what == "failed" for item in heard)
-        if self._newest in ready and not self._ended:
-            self._call()
-        return heard
-
-    def _understood(self, said: Said | None) -> list[Answer | Report]:
-        """Return what is new in what was said."""
-        if said is None:
-            return []
-        self.pid, self._obeyed = said.pid, max(self._obeyed, said.obeyed)
-        fresh = said.answers[self._known - said.first :]
-        self._known += len(fresh)
-        return [*([said.report] if said.report else []), *fresh]
-
-    def _cause_of_death(self, error: ActorDiedError) -> str:
-        detail = " ".join(str(error).split()).split("Worker exit detail: ")[-1].split(" Some common causes")[0]
-        return f"its Ray actor died: {detail[:300]}{last_words(self._setup.last_words)}"
-
-    def condemn(self, verdict: str) -> None:
-        """Kill the actor, which will be said to have died of this, unless it is dead already."""
-        if not self._ended and not self._verdict:
-            self._verdict = verdict
-            if self.pid:
-                self._kill(self.pid)  # one that is stopped or hangs can hear of nothing
-            ray.kill(self.actor)
-
-    def stop(self) -> None:
-        """Ask the role to close."""
-        self.tell("stop", "")
-        self._last = self.actor.finish.remote()
-
-    def kill(self) -> None:
-        """End the actor."""
-        ray.kill(self.actor)  # first: of an actor that ends otherwise Ray tells everybody
-        self._last = self.actor.finish.remote()  # fails as soon as it is dead
-
-    def join(self, until: float) -> None:
-        """Wait for the end of the role or the actor, at most until then."""
-        ray.wait([self._last], timeout=max(0.0, until - time.monotonic()))
-
-    def release(self) -> None:
-        """End what its role may have started, and the actor if it did not hear."""
-        if self.pid:
-            self._kill(self.pid)

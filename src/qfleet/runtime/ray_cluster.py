@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,12 +120,11 @@ def sites() -> list[Site]:
     return sorted(found, key=lambda site: (site.id != here, site.id))
 
 
-def cpu_shares(homes: Collection[Site]) -> dict[Site, float]:
+def cpu_shares(homes: Collection[Site], patience_s: float = 10.0) -> dict[Site, float]:
     """Return the CPUs that each role on a node asks for, given the node of every role; raises ConfigError without room.
 
-    That is one, or so little that two such runs fit.
+    That is one, or so little that two such runs fit. What another run has just left may take some seconds to be free.
     """
-    free: float = ray.available_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
     roles = Counter(homes)
     shares = {site: min(1.0, math.floor(100 * site.cpus / (2 * count)) / 100) for site, count in roles.items()}
     for site, share in shares.items():
@@ -134,12 +134,20 @@ def cpu_shares(homes: Collection[Site]) -> dict[Site, float]:
                 " each and as much again; lower --actors or add nodes"
             )
     wanted = sum(share * roles[site] for site, share in shares.items())
-    if wanted > free + 1e-6:
+    until = time.monotonic() + patience_s
+    while (free := _free_cpus()) < wanted - 1e-6 and time.monotonic() < until:
+        time.sleep(0.1)
+    if free < wanted - 1e-6:
         raise ConfigError(
             f"no CPUs for {roles.total()} roles: they ask for {wanted:g}, and {free:g} are free in the Ray cluster;"
             " end other work there, lower --actors, or add nodes"
         )
     return shares
+
+
+def _free_cpus() -> float:
+    free: float = ray.available_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
+    return free
 
 
 def require_started(actors: Mapping[str, Any], patience_s: float = 300.0) -> None:

@@ -6,7 +6,9 @@ Follow one transition: Actor -> (experience) -> ReplayShard -> (batches) -> Lear
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from qfleet.core.types import (
     Standing,
 )
 from qfleet.core.usercode import UserCode
+from qfleet.envs import env_spec
 from qfleet.experiment import Experiment
 from qfleet.roles.actor import Actor, ActorHandles
 from qfleet.roles.evaluator import Evaluator, EvaluatorHandles
@@ -41,6 +44,7 @@ from qfleet.roles.parameter_server import ParameterServer, ServerHandles
 from qfleet.roles.replay_shard import ReplayShard, ShardHandles, ShardSetup
 from qfleet.roles.twin import FusedTwin, LearnerTwin, Twin, TwinHandles
 from qfleet.runtime.graph import Graph
+from qfleet.runtime.reviving import Revival
 from qfleet.runtime.rundir import MEETING
 from qfleet.setups import (
     actor_setup,
@@ -78,6 +82,8 @@ class Program:
 
     graph: Graph
     monitor: MonitorHandles
+    rehearsal: Callable[[], Any] | None = None
+    """What a machine must be able to do before it gets actors."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,7 @@ def build_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directo
         samples=graph.counter("samples"),
         orders=graph.publisher("orders", optional=True) if experiment.balanced else None,
     )
-    return Program(graph, monitor)
+    return Program(graph, monitor, partial(env_spec, experiment.env, code.env))
 
 
 def _fused_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directory: Path) -> Program:
@@ -383,8 +389,8 @@ def _add_serving(
     return tuple(notices)
 
 
-def place(program: Program, experiment: Experiment) -> Placement:
-    """Bring a program to life where the experiment says."""
+def place(program: Program, experiment: Experiment, in_flight: float = 0.0) -> Placement:
+    """Bring a program to life where the experiment says; so many bytes may be on their way between machines."""
     threads = {Learner.kind: experiment.threads, GradientWorker.kind: experiment.threads}
     if experiment.in_turns:  # only one role computes at a time; sums depend on the number of threads
         threads = {node.kind: experiment.threads for node in program.graph.nodes}
@@ -393,22 +399,30 @@ def place(program: Program, experiment: Experiment) -> Placement:
         from qfleet.runtime.inline import InlinePlacement
 
         return InlinePlacement(program.graph, strict=experiment.strict)
+    revival = Revival(
+        groups=(Learner.kind, Fused.kind) if outlived(experiment) else (Learner.kind,),
+        dwindling=(Learner.kind,) if experiment.parallel.after_death == "fewer" else (),
+        brief=(Actor.kind, Evaluator.kind),
+        lockstep=experiment.lockstep,
+    )
+    behind = (Actor.kind,)  # they take what cores there are; all others wait for each other
     if experiment.placement == "processes":
         from qfleet.runtime.processes import ProcessPlacement
 
-        return ProcessPlacement(
-            program.graph,
-            spawn=_spawned(experiment),
-            threads=threads,
-            groups=(Learner.kind, Fused.kind) if outlived(experiment) else (Learner.kind,),
-            dwindling=(Learner.kind,) if experiment.parallel.after_death == "fewer" else (),
-            background=(Actor.kind,),  # they take what cores there are; all others wait for each other
-            brief=(Actor.kind, Evaluator.kind),
-            lockstep=experiment.lockstep,
-        )
+        spawned = _spawned(experiment)
+        return ProcessPlacement(program.graph, spawn=spawned, threads=threads, background=behind, **revival)
     from qfleet.runtime.ray import RayPlacement
 
-    return RayPlacement(program.graph, address=experiment.address, threads=threads)
+    return RayPlacement(
+        program.graph,
+        address=experiment.address,
+        threads=threads,
+        background=behind,
+        anywhere=() if experiment.lockstep else (Actor.kind,),
+        rehearsal=program.rehearsal,
+        in_flight=in_flight,
+        **revival,
+    )
 
 
 def _spawned(experiment: Experiment) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ from qfleet.runtime.restarts import Restarts
 from qfleet.runtime.rundir import RunDir, ending
 from qfleet.runtime.supervisor import SupervisedPlacement
 from qfleet.setups import learner_device
-from qfleet.sharing import require_shared_memory
+from qfleet.sharing import crossing_bytes, require_shared_memory
 
 T = TypeVar("T")
 _FALLS = 5
@@ -137,7 +137,7 @@ class Session:
             self._opened = [whole.enter_context(_closing(sink)) for sink in [*self._own_sinks(), *self.sinks]]
         with ExitStack() as stack:
             with heard_by(self._tell):
-                placement = place(program, self.experiment)
+                placement = place(program, self.experiment, crossing_bytes(self.experiment, spec, self.code))
             stack.callback(placement.close)
             stack.callback(self._interrupts.ignore)  # before that: closing must not be cut short
             self._monitor = monitor = Monitor(

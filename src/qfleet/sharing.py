@@ -1,4 +1,4 @@
-"""Refuses a run in processes that the shared memory is too small for, before it begins, and shows the arithmetic."""
+"""Refuses a run that the shared memory of this machine is too small for, before it begins; shows the arithmetic."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ the evaluator's, two of the newest weights, one on its way to be evaluated, and 
 
 def require_shared_memory(experiment: Experiment, spec: EnvSpec, code: UserCode, free: int | None = None) -> None:
     """Raise ConfigError when what the roles share takes more than `free` bytes; by default what there is now."""
-    if experiment.placement != "processes" or experiment.fused:
+    if experiment.placement == "inline" or experiment.fused:
         return
     needed, free = shared_bytes(experiment, spec, code), free_bytes() if free is None else free
     total, largest = sum(needed.values()), max(needed, key=needed.__getitem__)
@@ -34,6 +34,14 @@ def require_shared_memory(experiment: Experiment, spec: EnvSpec, code: UserCode,
         f"are free in {shared_memory_root()}; make it larger (docker run --shm-size=...), name another folder by "
         f"{ELSEWHERE}, lower {largest}, or run with --placement inline"
     )
+
+
+def crossing_bytes(experiment: Experiment, spec: EnvSpec, code: UserCode) -> float:
+    """Return about how many bytes may be on their way between machines at once: experience, and the newest weights."""
+    if experiment.placement != "ray":
+        return 0.0
+    needed = shared_bytes(experiment, spec, code)
+    return needed["actor.envs"] + needed["network"] / _NETWORK_COPIES
 
 
 def shared_bytes(experiment: Experiment, spec: EnvSpec, code: UserCode) -> dict[str, float]:

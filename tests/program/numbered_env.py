@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import struct
 from pathlib import Path
@@ -67,7 +66,7 @@ class NumberedEnv(gym.Env):  # type: ignore[type-arg]
         """Write steps into a file of the directory `journal` that is named after the process."""
         self._seed, self._step, self._number = 0, 0, NumberedEnv._made
         NumberedEnv._made += 1
-        name = f"{multiprocessing.current_process().name}.{os.getpid()}"
+        name = f"{Path('/proc/self/comm').read_text().strip()}.{os.getpid()}"  # roles name their process
         self._journal = os.open(Path(journal) / name, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:

@@ -1,4 +1,7 @@
-"""Roles are killed at random moments, and at chosen ones; a checker looks for what was lost, doubled or invented."""
+"""Roles are killed at random moments, and at chosen ones; a checker looks for what was lost, doubled or invented.
+
+On Ray half of the deaths are Ray's own (`ray.kill`), the others the system's.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ import json
 import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from history import Found, check
 from numbered_env import journals
@@ -49,15 +54,28 @@ class Killer:
         self._next = int(self._rng.integers(1, pause))
         self._killed: set[int] = set()
         self.placement: Any = None
+        self.seen: set[int] = set()
+        """The process numbers of all lives."""
 
     def on_step(self, metrics: dict[str, Any], stop: Any) -> None:
+        pids = self.placement.pids()
+        self.seen |= {pid for pid in pids.values() if pid}
         if self.left and metrics["env_steps"] >= self._next:
-            pid = self.placement.pids().get(str(self._rng.choice(self._roles)))
-            if pid is not None and pid not in self._killed:  # the last one may not be buried yet
-                os.kill(pid, signal.SIGKILL)
+            victim = str(self._rng.choice(self._roles))
+            pid = pids.get(victim)
+            if pid and pid not in self._killed:  # the last one may not be buried yet
+                self._kill(victim, pid)
                 self._killed.add(pid)
                 self.left -= 1
                 self._next = metrics["env_steps"] + int(self._rng.integers(1, self._pause))
+
+    def _kill(self, victim: str, pid: int) -> None:
+        if self.placement.name == "ray" and self.left % 2 == 0:
+            import ray
+
+            ray.kill(self.placement._lives[victim].actor)
+        else:
+            os.kill(pid, signal.SIGKILL)
 
 
 def experiment(folder: Path, env_steps: int, **changes: Any) -> Experiment:
@@ -99,6 +117,10 @@ def survive(
     assert done.summary["env_steps"] >= run.env_steps
     assert not list(shared_memory_root().glob(f"qfleet-{os.getpid()}-*"))
     assert not multiprocessing.active_children()
+    until = time.monotonic() + 30
+    while killer is not None and (left := [pid for pid in killer.seen if alive(pid)]):
+        assert time.monotonic() < until, f"processes are left: {left}"
+        time.sleep(0.1)
     events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
     shards = [stored(run, folder / "run", index) for index in range(run.replay.shards)]
     found = check(shards, journals(folder / "journal"), evicting=run.replay.capacity < run.env_steps)
@@ -116,6 +138,10 @@ def stored(run: Experiment, folder: Path, index: int) -> Replay:
     )  # fmt: skip
     replay.load_state_dict(read_state(complete(folder / "checkpoints")[-1], f"replay-{index}")["replay"])
     return replay
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def lives(deaths: list[dict[str, Any]]) -> int:
@@ -149,6 +175,27 @@ def test_nothing_is_lost_when_one_of_two_shards_dies(tmp_path: Path, monkeypatch
     assert died == {("replay", 0), ("replay", 1)}
     assert found.sent > 1200
     assert found.stored == found.sent
+
+
+def test_nothing_is_lost_when_ray_actors_are_killed(
+    ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killer = Killer(kills=4, seed=3, pause=600)
+    found, deaths = survive(experiment(tmp_path, 5000, placement="ray"), tmp_path, monkeypatch, killer)
+    assert (killer.left, lives(deaths)) == (0, 4)
+    assert found.sent > 4500
+    assert found.stored == found.sent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_hundred_kills_on_ray(seed: int, ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killer = Killer(kills=25, seed=seed, pause=3000)
+    capacity = 200_000 if seed % 2 else 2000
+    run = experiment(tmp_path, 100_000, placement="ray", **{"replay.capacity": capacity})
+    found, deaths = survive(run, tmp_path, monkeypatch, killer)
+    assert (killer.left, lives(deaths)) == (0, 25)
+    assert found.stored > 0.8 * min(capacity, found.sent)
 
 
 @pytest.mark.slow

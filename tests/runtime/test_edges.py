@@ -1,8 +1,7 @@
-"""The ends of edges, without processes: shared memory and mail against a plain queue, torn reads, repeated calls."""
+"""The ends of edges, without processes: shared memory, on one node or two, against a plain queue, and torn reads."""
 
 from __future__ import annotations
 
-import socket
 import tempfile
 import threading
 from collections import deque
@@ -16,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_roles import weights
 
-from qfleet.core.types import Notice, Priorities
+from qfleet.core.types import Priorities
 from qfleet.runtime import framing
 from qfleet.runtime.channels import Ports, SharedCounter, edge_stem
+from qfleet.runtime.crossings import Depot, Imports
 from qfleet.runtime.framing import Frame
 from qfleet.runtime.graph import Graph
 from qfleet.runtime.inline import LocalCells, LocalCounter
 from qfleet.runtime.latest import LatestPublisher, LatestSubscriber, create_latest
-from qfleet.runtime.mail import CALLER, MailReceiver, MailRoom, MailSender, find_routes
 from qfleet.runtime.memory import create
-from qfleet.runtime.streams import Bell, StreamReceiver, StreamSender, create_stream
+from qfleet.runtime.streams import StreamReceiver, StreamSender, create_stream
 
 
 def message(number: int, size: int) -> Priorities:
@@ -79,28 +78,45 @@ def test_frame_refuses_what_would_lose_its_type() -> None:
 
 
 def shared_stream(folder: Path, capacity: int) -> tuple[Any, Any]:
-    ours, theirs = socket.socketpair()
     create_stream(folder / "edge", capacity)
-    return StreamSender(Bell(ours), folder / "edge"), StreamReceiver(Bell(theirs), folder / "edge", hold=False)
+    return StreamSender(folder / "edge"), StreamReceiver(folder / "edge", hold=False)
 
 
-def mail_stream(folder: Path, capacity: int) -> tuple[Any, Any]:
-    """Every call is made twice, as a carrier may that lost a reply."""
-    sender: Any = None
+class Carried:
+    """An end of a stream between two nodes: what it says arrives, each call twice, before and after it is used."""
 
-    def deliver(sequence: int, frame: Any) -> None:
-        receiver.put(sequence, frame)
-        receiver.put(sequence, frame)
+    def __init__(self, end: Any, carry: Callable[[], None]) -> None:
+        self._end, self._carry = end, carry
 
-    def acknowledge(taken: int) -> None:
-        sender.taken = max(sender.taken, taken)
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self._carry()
+            result = getattr(self._end, name)(*arguments)
+            self._carry()
+            return result
 
-    receiver = MailReceiver(acknowledge)
-    sender = MailSender(capacity, deliver)
-    return sender, receiver
+        return call
 
 
-@pytest.mark.parametrize("make", [shared_stream, mail_stream])
+def crossing_stream(folder: Path, capacity: int) -> tuple[Any, Any]:
+    here, there = folder / "here", folder / "there"
+    for place in (here, there):
+        place.mkdir()
+        create_stream(edge_stem(place, "edge"), capacity)
+    crossing = Imports(streams=("edge",))
+    source, goal = Depot(here, {}, {"there": crossing}), Depot(there, {"here": crossing}, {})
+
+    def carry() -> None:
+        for _ in range(2):  # the second question tells what the first one's parcel has changed
+            question = goal.question("here")
+            for parcel in (source.answer("there", question), source.answer("there", question)):
+                goal.take_in("here", parcel)
+
+    sender, receiver = StreamSender(edge_stem(here, "edge")), StreamReceiver(edge_stem(there, "edge"), hold=False)
+    return Carried(sender, carry), Carried(receiver, carry)
+
+
+@pytest.mark.parametrize("make", [shared_stream, crossing_stream])
 @given(
     capacity=st.integers(1, 5),
     moves=st.lists(st.one_of(st.tuples(st.just("send"), st.integers(0, 3000)), st.just(("receive", 0)))),
@@ -145,23 +161,16 @@ def test_slots_that_were_outgrown_are_deleted(tmp_path: Path) -> None:
     for size in range(0, 20_000, 1000):
         sender.send(message(1, size))
         assert receiver.receive().index.size == size
-    assert len(list(tmp_path.iterdir())) == 2, "the cells and the one slot"
+    assert len(list(tmp_path.iterdir())) == 4, "the cells, the one slot and two bells"
 
 
-def test_end_whose_peer_is_gone_is_silent_and_is_not_waited_on(tmp_path: Path) -> None:
+def test_a_stream_whose_sender_is_gone_is_not_one_that_ended(tmp_path: Path) -> None:
     sender, receiver = shared_stream(tmp_path, 1)
     sender.send(message(1, 5))
-    receiver._bell._connection.close()
-    assert not sender.ready()
-    sender.waitable().silence()
-    assert sender.waitable() is None, "waiting on it would spin"
-    (tmp_path / "other").mkdir()
-    sender, receiver = shared_stream(tmp_path / "other", 1)
-    sender._bell._connection.close()
+    del sender
+    assert receiver.receive() is not None
     assert receiver.receive() is None
-    assert not receiver.exhausted(), "a stream that broke is not one that ended"
-    receiver.waitable().silence()
-    assert receiver.waitable() is None
+    assert not receiver.exhausted()
 
 
 def latest_cells(folder: Path) -> Path:
@@ -252,51 +261,6 @@ def test_local_counter_goes_on_from_its_cells_or_from_the_sum_of_older_checkpoin
     assert [counter.total() for counter in counters] == [6, 6]
 
 
-def mail_room(graph: Graph) -> tuple[MailRoom, deque[Any]]:
-    """Return the mail room of a caller who holds every end, and its calls, which wait to be carried."""
-    calls: deque[Any] = deque()
-    routes = find_routes(graph)
-
-    def post(holder: str, method: str, *arguments: Any) -> None:
-        calls.append((method, arguments))
-
-    return MailRoom(CALLER, routes, post, lambda buffer: buffer), calls
-
-
-def test_trap_14_slow_subscriber_has_one_value_on_its_way_and_then_gets_the_newest() -> None:
-    graph = Graph()
-    publisher_end: Any = graph.publisher("news")
-    subscriber_end: Any = graph.subscriber("news")
-    room, calls = mail_room(graph)
-    publisher, subscriber = room.open(publisher_end), room.open(subscriber_end)
-    for number in range(1, 50):
-        publisher.publish(weights(number, 3))
-        assert len(calls) == 1
-    while calls:
-        method, arguments = calls.popleft()
-        getattr(room, method)(*arguments)
-    assert subscriber.latest().version.number == 49
-    assert subscriber.latest() is None
-
-
-def test_trap_16_messages_that_come_twice_or_out_of_order_are_put_right() -> None:
-    taken: list[int] = []
-    receiver = MailReceiver(taken.append)
-    frames = [Frame(Notice("a", n, "b", "c")).to_buffer() for n in range(4)]
-    for sequence in (1, 0, 1, 0):
-        receiver.put(sequence, frames[sequence])
-    receiver.put(4, None)
-    assert [receiver.receive().index, receiver.receive().index] == [0, 1]
-    receiver.put(0, frames[0])
-    assert receiver.receive() is None
-    assert not receiver.exhausted()
-    receiver.put(3, frames[3])
-    receiver.put(2, frames[2])
-    assert [receiver.receive().index, receiver.receive().index] == [2, 3]
-    assert receiver.exhausted()
-    assert taken == [1, 2, 3, 4]
-
-
 @pytest.mark.parametrize(("asking", "views", "room"), [(False, False, False), (True, True, False), (True, False, True)])
 def test_a_reply_gives_its_room_back_at_once_and_nothing_else_does(
     asking: bool, views: bool, room: bool, tmp_path: Path
@@ -304,9 +268,8 @@ def test_a_reply_gives_its_room_back_at_once_and_nothing_else_does(
     """An actor that asks again within the step that used a reply must be answered within it."""
     graph = Graph()
     ends = graph.stream("edge", 1, views=views, asking=asking)
-    ours, theirs = socket.socketpair()
     create_stream(edge_stem(tmp_path, "edge"), 1)
-    ports = Ports(tmp_path, {("edge", "sender"): ours, ("edge", "receiver"): theirs})
+    ports = Ports(tmp_path)
     sender, receiver = (ports.open(end) for end in ends)
     sender.send(message(1, 5))
     assert receiver.receive() is not None

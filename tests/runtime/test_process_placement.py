@@ -18,7 +18,7 @@ import pytest
 from toy_roles import Blocked, Consumer, Faulty, Handles, Painter, Producer, Rank, Settings, Viewer, pipeline
 
 from qfleet.core.errors import ConfigError, QfleetError, RoleFailure
-from qfleet.runtime import processes
+from qfleet.runtime import reviving
 from qfleet.runtime.graph import Graph
 from qfleet.runtime.memory import RunFolder, remove_leftovers, shared_memory_root
 from qfleet.runtime.processes import ProcessPlacement
@@ -101,7 +101,7 @@ def test_settings_that_a_role_refuses_are_told_before_who_found_them() -> None:
 
 
 def test_blocked_role_reports_its_phase_and_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_STOP_S", 0.2)
+    monkeypatch.setattr(reviving, "STOP_S", 0.2)
     graph = Graph()
     graph.add(Blocked, Settings(), Handles())
     placement = ProcessPlacement(graph)

@@ -19,7 +19,7 @@ from toy_roles import Handles, KeptProducer, Settings, kept_pipeline
 from qfleet.core.errors import ConfigError, RoleFailure
 from qfleet.core.protocols import Incident
 from qfleet.core.types import Notice
-from qfleet.runtime import processes, watchdog
+from qfleet.runtime import reviving, watchdog
 from qfleet.runtime.graph import Graph
 from qfleet.runtime.processes import ProcessPlacement
 from qfleet.runtime.restarts import Restarts
@@ -260,7 +260,7 @@ def test_standstill_names_who_waits_and_ends_nothing(monkeypatch: pytest.MonkeyP
 
 
 def test_more_processes_than_cores_can_serve_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_CROWDED", 0)
+    monkeypatch.setattr(reviving, "_CROWDED", 0)
     placement = ProcessPlacement(kept_pipeline(1))
     placement.close()
     (notice,) = placement.incidents()

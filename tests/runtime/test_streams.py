@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import tempfile
 import threading
 import time
@@ -22,7 +21,7 @@ from qfleet.core.errors import CheckpointError, QfleetError
 from qfleet.core.types import Priorities
 from qfleet.core.waiting import Waiter
 from qfleet.runtime import memory
-from qfleet.runtime.streams import Bell, StreamReceiver, StreamSender, create_stream
+from qfleet.runtime.streams import StreamReceiver, StreamSender, create_stream
 
 
 @pytest.fixture(autouse=True)
@@ -46,17 +45,16 @@ class Reopening:
     def __init__(self, folder: Path, capacity: int, views: bool) -> None:
         self.stem, self.capacity, self.views = folder / "edge", capacity, views
         create_stream(self.stem, capacity)
-        self.sockets = socket.socketpair()
         self.sent: list[Priorities] = []
         self.taken = 0
         self.new_sender()
         self.new_receiver()
 
     def new_sender(self) -> None:
-        self.sender = StreamSender(Bell(self.sockets[0]), self.stem)
+        self.sender = StreamSender(self.stem)
 
     def new_receiver(self) -> None:
-        self.receiver = StreamReceiver(Bell(self.sockets[1]), self.stem, self.views)
+        self.receiver = StreamReceiver(self.stem, self.views)
         self.held: list[Priorities] = []
 
     def send(self, size: int) -> None:
@@ -147,8 +145,10 @@ def test_views_lie_in_the_slot_and_copies_do_not(tmp_path: Path) -> None:
         assert seen.priority[0, 0] == (number + later if views else number), "a slot is used again"
 
 
-def test_more_rings_than_a_socket_holds_do_not_block_and_none_is_lost(tmp_path: Path) -> None:
+def test_more_rings_than_a_pipe_holds_do_not_block_and_none_is_lost(tmp_path: Path) -> None:
     stream = Reopening(tmp_path, 2000, views=False)
+    for _ in range(1 << 16):
+        stream.sender._bell.ring()
     for _ in range(2000):
         stream.send(1)
     for _ in range(2001):
@@ -230,7 +230,7 @@ def test_messages_are_restored_once_though_their_receiver_died_of_it(tmp_path: P
 
 def test_lack_of_room_for_a_message_names_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create_stream(tmp_path / "edge", 1)
-    sender = StreamSender(Bell(socket.socketpair()[0]), tmp_path / "edge", "actor.envs")
+    sender = StreamSender(tmp_path / "edge", "actor.envs")
 
     def full(descriptor: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")

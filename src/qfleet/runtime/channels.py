@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import socket
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -11,11 +11,11 @@ from urllib.parse import quote
 import numpy as np
 
 from qfleet.core.errors import ConfigError
-from qfleet.runtime.graph import End, Graph, ends
+from qfleet.runtime.graph import End, Graph
 from qfleet.runtime.keeps import FileKeep, KeepReader, create_keep
 from qfleet.runtime.latest import LatestPublisher, LatestSubscriber, create_latest
 from qfleet.runtime.memory import attach, create
-from qfleet.runtime.streams import Bell, Level, StreamReceiver, StreamSender, create_stream, read_level
+from qfleet.runtime.streams import Level, StreamReceiver, StreamSender, create_stream, read_level
 
 
 class SharedCounter:
@@ -48,11 +48,10 @@ class SharedCounter:
 
 @dataclass
 class Ports:
-    """What one process needs to open its ends: the run's folder and its sockets; can be sent to a new process."""
+    """What one process needs to open its ends; can be sent to a new process."""
 
     folder: Path
-    sockets: dict[tuple[str, str], socket.socket] = field(default_factory=dict)
-    """By edge and side."""
+    """The run's, in the shared memory of the process's machine."""
     life: int = 0
     """How often the role of the process was begun anew."""
     gone: int = 0
@@ -68,41 +67,29 @@ class Ports:
         if end.side == "kept":
             return KeepReader(keep_stem(self.folder, end.edge))
         if end.side == "sender":
-            return StreamSender(Bell(self.sockets[end.edge, end.side]), stem, end.setting)
+            return StreamSender(stem, end.setting)
         if end.side == "receiver":
             hold = self.hold and (end.views or not end.asking)
-            return StreamReceiver(Bell(self.sockets[end.edge, end.side]), stem, end.views, hold)
+            return StreamReceiver(stem, end.views, hold)
         if end.side == "counter":
             return SharedCounter(stem, end.reader)
         return LatestPublisher(stem) if end.side == "publisher" else LatestSubscriber(stem, end.views)
 
-    def close(self) -> None:
-        """Close the sockets."""
-        for connection in self.sockets.values():
-            connection.close()
 
-
-def lay_out(graph: Graph, folder: Path) -> tuple[dict[str, Ports], Ports]:
-    """Make the files and sockets of all edges; returns the ports of every node by name, and the caller's."""
-    ports = {node.name: Ports(folder) for node in graph.nodes}
-    caller = Ports(folder, hold=False)
-    holders: dict[tuple[str, str], str] = {
-        (end.edge, end.side): node.name for node in graph.nodes for end in ends(node.handles)
-    }
+def lay_out(graph: Graph, folder: Path, edges: Collection[str] | None = None) -> None:
+    """Make the files of all streams and latest values, or of some, and those of all counters and keeps."""
     for edge, capacity in graph.streams.items():
         if capacity < 1:
             raise ConfigError(f"stream '{edge}': a capacity of {capacity} is less than 1")
-        create_stream(edge_stem(folder, edge), capacity)
-        for side, connection in zip(("sender", "receiver"), socket.socketpair(), strict=True):
-            holder = holders.get((edge, side))
-            (ports[holder] if holder else caller).sockets[edge, side] = connection
+        if edges is None or edge in edges:
+            create_stream(edge_stem(folder, edge), capacity)
     for edge in graph.latest_values:
-        create_latest(edge_stem(folder, edge))
+        if edges is None or edge in edges:
+            create_latest(edge_stem(folder, edge))
     for edge in graph.counters:
         create(edge_stem(folder, edge), 8 * graph.counters[edge])
     for name in graph.keeps:
         create_keep(keep_stem(folder, name))
-    return ports, caller
 
 
 class StreamLevels:

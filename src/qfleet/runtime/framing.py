@@ -59,6 +59,18 @@ class Frame:
         return buffer
 
 
+class Sealed:
+    """A frame that was written elsewhere, to be written here as it is."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+        self.nbytes = buffer.size
+
+    def write(self, buffer: Buffer) -> None:
+        """Fill the first `nbytes` bytes of a buffer whose start is aligned."""
+        np.copyto(buffer[: self.nbytes], self._buffer)
+
+
 def read(buffer: Buffer) -> Any:
     """Return the message in a buffer; its arrays are views into the buffer, contiguous and aligned if its start is."""
     header_begin, content = _LENGTHS.size, buffer.data

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from qfleet.core.role import State
 from qfleet.runtime import framing
-from qfleet.runtime.framing import Buffer, Frame
+from qfleet.runtime.framing import Buffer, Frame, Sealed
 from qfleet.runtime.memory import SlotReader, SlotWriter, attach, create
 
 Cells = NDArray[np.int64]
@@ -39,22 +39,27 @@ class LatestPublisher:
 
     def publish(self, message: Any) -> None:
         """Replace the value."""
-        self._publish(message, int(self._cells[_NEWEST]) + 1)
+        self.place(Frame(message), self.newest() + 1)
+
+    def newest(self) -> int:
+        """Return the stamp of the newest value, 0 if there is none."""
+        return int(self._cells[_NEWEST])
 
     def state(self) -> State:
         """Return the value and its stamp."""
-        return {"stamp": int(self._cells[_NEWEST]), "value": self._reader.peek()}
+        return {"stamp": self.newest(), "value": self._reader.peek()}
 
     def load(self, state: State) -> None:
         """Continue with a former value under its stamp."""
         if state["stamp"]:
-            self._publish(state["value"], state["stamp"])
+            self.place(Frame(state["value"]), state["stamp"])
 
-    def _publish(self, message: Any, stamp: int) -> None:
+    def place(self, frame: Frame | Sealed, stamp: int) -> None:
+        """Replace the value by one that may have been published elsewhere, under this stamp."""
         slot = stamp % 2
         cells = _slot_cells(self._cells, slot)
         cells[_STAMP] = 0  # a reader that is still in this slot sees that its copy may be torn
-        written = self._writers[slot].write(Frame(message))
+        written = self._writers[slot].write(frame)
         cells[_GENERATION], cells[_NBYTES] = self._writers[slot].generation, written.size
         cells[_SUM] = _word_sum(written)
         cells[_STAMP] = stamp
@@ -80,12 +85,23 @@ class LatestSubscriber:
 
     def peek(self) -> Any | None:
         """Return the newest value even if it was returned before."""
+        found = self.sealed()
+        if found is None:
+            return None
+        self._seen, buffer = found
+        return framing.read(buffer)
+
+    def newest(self) -> int:
+        """Return the stamp of the newest value, 0 if there is none."""
+        return int(self._cells[_NEWEST])
+
+    def sealed(self) -> tuple[int, Buffer] | None:
+        """Return the newest value's stamp and frame; None if there is none, or it is being replaced right now."""
         for _ in range(_READ_ATTEMPTS):
-            stamp = int(self._cells[_NEWEST])
+            stamp = self.newest()
             buffer = self._copy(stamp)
             if buffer is not None:
-                self._seen = stamp
-                return framing.read(buffer)
+                return stamp, buffer
         return None
 
     def _copy(self, stamp: int) -> Buffer | None:

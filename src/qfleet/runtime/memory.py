@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from qfleet.core.errors import ConfigError, QfleetError
-from qfleet.runtime.framing import Buffer, Frame
+from qfleet.runtime.framing import Buffer, Frame, Sealed
 
 ELSEWHERE = "QFLEET_SHARED_MEMORY"
 """The variable that names another folder for shared memory; best one that lies in memory too."""
@@ -157,7 +157,7 @@ class SlotWriter:
             with contextlib.suppress(FileNotFoundError):  # a writer that died while it replaced the file
                 self._buffer = attach(_generation_path(stem, generation))
 
-    def write(self, frame: Frame) -> Buffer:
+    def write(self, frame: Frame | Sealed) -> Buffer:
         """Write a frame; returns the bytes as they lie in the slot."""
         if frame.nbytes > self._buffer.size:
             old, new = (_generation_path(self._stem, self.generation + more) for more in (0, 1))

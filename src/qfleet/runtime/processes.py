@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
-import math
 import multiprocessing
 import os
 import pickle
@@ -23,48 +21,39 @@ from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, Unpack
 
 from qfleet.core import failpoints
 from qfleet.core.errors import ConfigError
 from qfleet.core.protocols import Report
-from qfleet.core.types import Notice
 from qfleet.core.waiting import Waiter
-from qfleet.runtime import checkpoint
-from qfleet.runtime.channels import Ports, StreamLevels, edge_stem, lay_out
-from qfleet.runtime.graph import Graph, Node, ends, open_handles
-from qfleet.runtime.groups import Groups
+from qfleet.runtime.channels import Ports, StreamLevels, lay_out
+from qfleet.runtime.graph import Graph, Node
 from qfleet.runtime.memory import RunFolder
-from qfleet.runtime.restarts import Restarts
-from qfleet.runtime.streams import desert
-from qfleet.runtime.supervisor import Member, SupervisedPlacement
-from qfleet.runtime.watchdog import Standstill, Watchdog
-from qfleet.runtime.worker import Answer, Command, OpenEnds, Worker, failed, name_process, set_threads
+from qfleet.runtime.reviving import Revival, RevivingPlacement
+from qfleet.runtime.worker import (
+    Answer,
+    Command,
+    OpenEnds,
+    Worker,
+    be_nice,
+    failed,
+    last_words,
+    name_process,
+    note_last_words,
+    set_threads,
+)
 
 _HEARTBEAT_S = 0.5
-_STOP_S, _KILL_S = 5.0, 5.0
-"""How long a child may take to close its role, and to be gone after SIGKILL."""
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a run to end."""
-_CULPRIT_S = 0.3
-"""How long the death is waited for that one of a group complains of."""
-_CROWDED = 4
-"""Processes for each core from which on a person is told."""
-_CALLS = 3
-"""How many calls are told of a process that crashed."""
-_BACKGROUND = 10
-"""How nice processes in the background are to the others: about a tenth of their weight."""
 
 
-class ProcessPlacement(SupervisedPlacement):
+class ProcessPlacement(RevivingPlacement):
     """Runs each node of a graph in its own process.
 
     `spawn` names the kinds of roles that must not be forked; `threads` gives the threads of torch and OpenMP by kind,
-    one where not given. A role that holds a keep and dies or hangs is begun anew, `restarts` times if its deaths follow
-    each other quickly; those of a kind in `groups` live and die together, so that all of them are, or all but one if
-    the kind is in `dwindling`, too. It hangs when one of its steps takes longer than `stall` seconds; those of kinds in
-    `brief`, whose steps cost little to be made again, also when a person waits for the end of the run. Kinds in
-    `background` leave a core to any other that wants it. In `lockstep` roles step one at a time, in inline's order.
+    one where not given. Kinds in `background` leave a core to any other that wants it.
     """
 
     name = "processes"
@@ -74,227 +63,44 @@ class ProcessPlacement(SupervisedPlacement):
         graph: Graph,
         spawn: Collection[str] = (),
         threads: Mapping[str, int] | None = None,
-        groups: Collection[str] = (),
-        dwindling: Collection[str] = (),
         background: Collection[str] = (),
-        brief: Collection[str] = (),
-        restarts: int = 5,
-        stall: float = 60.0,
-        lockstep: bool = False,
+        **revival: Unpack[Revival],
     ) -> None:
-        super().__init__(graph, lockstep)
-        failpoints.arm(failpoints.wanted(), "supervisor", everyone=False)
+        super().__init__(graph, **revival)
         payloads = [_payload(node) for node in graph.nodes]
-        self._mortal = {node.name for node in graph.nodes if not any(end.side == "keep" for end in ends(node.handles))}
-        self._nodes = {node.name: node for node in graph.nodes}
-        self._groups = Groups(graph, groups, dwindling)
-        self._brief = {node.name for node in graph.nodes if node.kind in brief}
-        self._restarts, self._watchdog, self._standstill = Restarts(restarts), Watchdog(stall), Standstill()
         self._folder = RunFolder()
         self._setups: dict[str, _Setup] = {}
-        self._children: dict[str, _Child] = {}
-        self._due: dict[str, float] = {}
-        """When the dead are begun anew."""
-        self._leaving: set[str] = set()
-        """Who is not begun anew when its process has ended."""
-        self._left: list[Node] = []
-        """Who has left for good."""
-        self._warn_of_crowd()
+        self._warn_of_crowd(len(os.sched_getaffinity(0)))
         atexit.register(self.close)  # before multiprocessing's own handler, which would wait for the children
         try:
-            ports, self._ports = lay_out(graph, self._folder.path)
+            lay_out(graph, self._folder.path)
             self._levels = StreamLevels(graph, self._folder.path)
-            self._ends = OpenEnds(self._ports.open)
+            self._ends = OpenEnds(Ports(self._folder.path, hold=False).open)
             _preload(graph)
             for node, payload in zip(graph.nodes, payloads, strict=True):
                 method = "spawn" if node.kind in spawn else "forkserver"
                 count = (threads or {}).get(node.kind, 1)
                 behind = node.kind in background
                 last_words = self._folder.path / f"{node.name}.last_words"
-                self._setups[node.name] = _Setup(
-                    node.name, payload, ports[node.name], method, count, behind, last_words
-                )
-            for name, setup in self._setups.items():
-                self._children[name] = _Child(setup)
+                ports = self._ports[node.name] = Ports(self._folder.path)
+                self._setups[node.name] = _Setup(node.name, payload, ports, method, count, behind, last_words)
+            for name in self._setups:
+                self._lives[name] = self._begin(name)
             self._await("built")
         except BaseException:
             self.close()
             raise
 
-    def open(self, end: Any) -> Any:
-        """Return the live handle of an end that the caller holds."""
-        return self._ends.open(end)
+    def _begin(self, name: str) -> _Child:
+        return _Child(self._setups[name])
 
-    def pids(self) -> dict[str, int]:
-        """Return the process numbers of the living by node name, for tools that watch or kill."""
-        return {name: child.pid for name, child in self._children.items()}
-
-    def _warn_of_crowd(self) -> None:
-        cores, count = len(os.sched_getaffinity(0)), len(self.crew)
-        if count > _CROWDED * cores:
-            text = f"{count} processes share {cores} cores: they will wait for each other; fewer actors may be faster"
-            self._incidents.append(Notice("supervisor", 0, "crowded", text))
-
-    def _tell(self, member: Member, command: Command, argument: str) -> None:
-        if member.name in self._children:
-            self._children[member.name].tell(command, argument)
-
-    def _listen(self, seconds: float) -> list[tuple[Member, Answer | Report]]:
-        self._watch()  # before births: until they are told, members still have the reports of the dead
-        heard: list[tuple[Member, Answer | Report]] = [(member, Answer("reborn")) for member in self._begin_due()]
-        until = min([time.monotonic() + seconds, *self._due.values()])
-        items = [item for child in self._children.values() for item in child.waitables()]
-        connection.wait(items, 0.0 if heard else max(0.0, until - time.monotonic()))
-        heard += self._said()
-        until = time.monotonic() + _CULPRIT_S
-        while _unexplained(heard) and (left := until - time.monotonic()) > 0:
-            connection.wait([item for child in self._children.values() for item in child.sentinels()], left)
-            heard += self._said()
-        return sorted(heard, key=lambda one: isinstance(one[1], Answer) and one[1].lost)  # who is gone comes first
-
-    def _said(self) -> list[tuple[Member, Answer | Report]]:
-        """Return what came from the children by now."""
-        heard, now = [], time.monotonic()
-        for member in self.crew:
-            if member.name in self._children:
-                said = self._children[member.name].hear()
-                heard += [(member, self._judged(member, item)) for item in said]
-                if said:
-                    self._watchdog.heard(member.name, now)
-        return heard
-
-    def _judged(self, member: Member, heard: Answer | Report) -> Answer | Report:
-        """Return what one of a group said; that its peers are gone is no fault of its own, but the end of its life."""
-        if isinstance(heard, Answer) and heard.lost and self._groups.drawn[member.name] > 1:
-            return Answer("died", heard.cause, lost=True)
-        return heard
-
-    def _replaceable(self, member: Member) -> bool:
-        return member.name not in self._mortal
-
-    def _bury(self, member: Member, cause: str) -> str:
-        if not self._replaceable(member):
-            return cause
-        child = self._children.pop(member.name)
-        child.kill()  # what it had started
-        child.join(time.monotonic() + _KILL_S)
-        child.release()
-        if member.name in self._leaving:
-            self._leave(member)
-            return ""
-        if member.name in self._due:
-            return ""  # it dies with its group
-        if not member.built and member.life > 0:
-            return f"{cause}; that was the second try"  # what never worked will not begin to
-        group = self._groups.of(member.name)
-        delay = self._restarts.delay(group[0], time.monotonic())
-        if delay is None:
-            return f"{cause}; that was death {self._restarts.in_a_row(group[0])} within a short time"
-        due = time.monotonic() + delay  # the same for all: who is begun a moment earlier keeps the others from it
-        for name in group:
-            self._due[name] = due
-            if name in self._children:
-                self._children[name].condemn(f"{member.name} of its group died")
-        if (leaver := self._groups.leaver(member.name)) is not None:
-            self._send_away(leaver, member, cause)
-        return ""
-
-    def _send_away(self, leaver: str, dead: Member, cause: str) -> None:
-        """Let one of a group, who dies with it, not come back."""
-        del self._due[leaver]
-        self._leaving.add(leaver)
-        left, drawn = len(self._groups.of(leaver)) - 1, self._groups.drawn[leaver]
-        text = f"{dead.name} died ({cause}): its group goes on with {left} of {drawn}, without {leaver}"
-        self._incidents.append(Notice("supervisor", 0, "fewer", text))
-        if leaver == dead.name:
-            self._leave(dead)
-
-    def _leave(self, member: Member) -> None:
-        """Go on without a role whose process has ended; those who send to it and its group must know."""
-        self._leaving.remove(member.name)
-        self.crew.remove(member)
-        node = self._nodes[member.name]
-        self._left.append(node)
-        for end in ends(node.handles):
-            if end.side == "receiver":
-                desert(edge_stem(self._folder.path, end.edge))
-        for name in self._groups.leave(member.name):
-            self._setups[name].ports.gone += 1
-
-    def _begin_due(self) -> list[Member]:
-        """Begin those of the dead anew whose time has come; returns them."""
-        now = time.monotonic()
-        begun = [
-            member
-            for member in self.crew
-            if now >= self._due.get(member.name, math.inf)
-            and not any(name in self._children for name in self._groups.of(member.name))
-        ]
-        for member in begun:
-            del self._due[member.name]
-            setup = self._setups[member.name]
-            setup.ports.life += 1
-            self._children[member.name] = _Child(setup)
-            self._watchdog.heard(member.name, time.monotonic())
-        return begun
-
-    def _watch(self) -> None:
-        """Kill what hangs, and say when nothing moves."""
-        now = time.monotonic()
-        waited = 0.0 if self._hurried_at is None else now - self._hurried_at
-        self._watchdog.listening(now)
-        for member in self.crew:
-            child = self._children.get(member.name)
-            replaceable = self._replaceable(member)
-            hurried_s = waited if member.name in self._brief else 0.0
-            verdict = self._watchdog.verdict(member.name, member.report, replaceable, now, self._pausing, hurried_s)
-            if child is not None and verdict:
-                child.condemn(verdict)
-        if self._running:
-            reports = [member.report for member in self.crew if not member.done]
-            text = self._standstill.look(reports, self._levels.read(), now)
-            if text:
-                self._incidents.append(Notice("supervisor", 0, "standstill", text))
-
-    def _save_own_ends(self, directory: Path) -> None:
-        self._ends.save(directory, "caller")
-        for node in self._left:
-            self._save_for(node, directory)
-
-    def _save_for(self, node: Node, directory: Path) -> None:
-        """Write what one who left would begin with in a resumed run, which has all of the group again."""
-        first = next(name for name, other in self._nodes.items() if other.kind == node.kind)
-        checkpoint.copy_state(directory, first, node.name)
-        own = OpenEnds(self._setups[node.name].ports.open)
-        open_handles(node.handles, own.open)
-        own.drain()  # nobody would wait for these draws with it
-        own.save(directory, node.name)
-
-    def _restore_own_ends(self, directory: Path) -> None:
-        self._ends.restore(directory, "caller")
+    def _wait_for_news(self, seconds: float) -> None:
+        connection.wait([item for child in self._lives.values() for item in child.waitables()], seconds)
 
     def _end(self) -> None:
         atexit.unregister(self.close)
-        children = self._children.values()
-        for means, patience_s in ((_Child.stop, _STOP_S), (_Child.kill, _KILL_S)):
-            for child in children:
-                means(child)
-            until = time.monotonic() + patience_s
-            for child in children:
-                child.join(until)
-        for child in children:
-            child.release()
-        for setup in self._setups.values():
-            setup.ports.close()
-        with contextlib.suppress(AttributeError):  # laying out the edges may be what failed
-            self._ports.close()
+        self._end_lives()
         self._folder.remove()
-
-
-def _unexplained(heard: list[tuple[Member, Answer | Report]]) -> bool:
-    """Return whether roles said that somebody is gone, and nobody is known to be."""
-    deaths = [item.lost for _, item in heard if isinstance(item, Answer) and item.what == "died"]
-    return bool(deaths) and all(deaths)
 
 
 @dataclass(frozen=True)
@@ -337,11 +143,7 @@ class _Child:
 
     def waitables(self) -> list[Any]:
         """Return what becomes readable when the child speaks or dies."""
-        return ([] if self._deaf else [self._control]) + self.sentinels()
-
-    def sentinels(self) -> list[Any]:
-        """Return what becomes readable when the child dies, unless that is known."""
-        return [] if self._ended else [self._process.sentinel]
+        return ([] if self._deaf else [self._control]) + ([] if self._ended else [self._process.sentinel])
 
     def hear(self) -> list[Answer | Report]:
         """Return what the child said, and that it died if it did without saying why."""
@@ -366,7 +168,7 @@ class _Child:
         when = "" if self._built else " while it was being built"
         if code is None or code >= 0:
             return f"its process exited with code {code}{when}"
-        return f"its process was killed by {signal.Signals(-code).name}{when}{_last_words(self._last_words)}"
+        return f"its process was killed by {signal.Signals(-code).name}{when}{last_words(self._last_words)}"
 
     def condemn(self, verdict: str) -> None:
         """Kill the process, which will be said to have died of this, unless it is dead already."""
@@ -393,14 +195,6 @@ class _Child:
         with contextlib.suppress(ValueError):  # the forkserver hangs, so that nobody knows whether it is dead
             self._process.close()
         self._control.close()
-
-
-def _last_words(path: Path) -> str:
-    """Return where a process was when it crashed, its innermost calls; empty if it did not say."""
-    with contextlib.suppress(OSError):
-        calls = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.startswith("  File ")]
-        return f"; it was at {', called from '.join(calls[:_CALLS])}" if calls else ""
-    return ""
 
 
 def _preload(graph: Graph) -> None:
@@ -454,9 +248,8 @@ def _child_main(setup: _Setup, control: Connection, supervisor: int) -> None:
     name_process(setup.name)
     set_threads(setup.threads)
     if setup.background:
-        os.nice(_BACKGROUND)
-    with contextlib.suppress(OSError):  # the run has ended meanwhile
-        faulthandler.enable(setup.last_words.open("w"), all_threads=False)
+        be_nice()
+    note_last_words(setup.last_words)
     failpoints.arm(setup.faults, setup.name, setup.ports.life)
     lock = threading.Lock()
 

@@ -1,295 +1,274 @@
-"""The placement for many machines: every role a Ray actor; the only file that names ray.
+"""The placement for many machines: every role a Ray actor, edges in the shared memory of its node, all watched here.
 
-A role's host loop runs in a thread of its actor, so that the actor's methods, by which peers deliver messages and the
-driver commands, stay responsive. Nothing is restarted by Ray: a rebuilt empty actor is worse than a failure.
+Ray places, starts and ends processes, and carries what goes from node to node. It restarts nothing: a rebuilt empty
+actor is worse than a death, which is repaired here as in `processes`. Only the files `ray*.py` of this folder name ray.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import logging
-import math
-import os
+import dataclasses
 import secrets
 import sys
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from qfleet.core.errors import ConfigError, MissingExtra
-from qfleet.core.protocols import Report
-from qfleet.runtime import framing
-from qfleet.runtime.framing import Buffer, Frame
-from qfleet.runtime.graph import End, Graph, Node
-from qfleet.runtime.mail import CALLER, MailRoom, Routes, find_routes
-from qfleet.runtime.supervisor import Member, SupervisedPlacement, starting
-from qfleet.runtime.worker import Answer, Command, OpenEnds, Worker, failed, set_threads
+from qfleet.core import failpoints
+from qfleet.core.errors import ConfigError, MissingExtra, RoleFailure
 
 try:
     import ray
     from ray import cloudpickle
-    from ray.exceptions import RayError
+    from ray.exceptions import GetTimeoutError, RayError
 except ImportError as error:
     raise MissingExtra("ray", "ray", "the placement 'ray'") from error
 
-_POLL_S = 0.05
-"""How often the driver asks each actor, and each actor the counters' totals."""
-_STOP_S = 5.0
-_MOST_UNSETTLED = 64
+from qfleet.runtime import ray_cluster
+from qfleet.runtime.channels import Ports, StreamLevels, lay_out
+from qfleet.runtime.crossings import Map, draw_map
+from qfleet.runtime.graph import Graph, Node
+from qfleet.runtime.memory import RunFolder
+from qfleet.runtime.ray_actors import Keeper, RoleActor, RoleSetup, end_process
+from qfleet.runtime.ray_cluster import Site
+from qfleet.runtime.ray_life import ActorLife
+from qfleet.runtime.reviving import Revival, RevivingPlacement
+from qfleet.runtime.worker import OpenEnds
+
+_CALLS = 16
+"""How many calls an actor answers at the same time: the driver's, and those of other nodes' keepers."""
+_WARM_S, _STOP_S = 1.0, 5.0
+"""How long a spare may take to say that it lives, and keepers to close."""
 
 
-class Postman:
-    """Calls methods of other actors without waiting, and can wait for all of it to have arrived."""
+class RayPlacement(RevivingPlacement):
+    """Runs each node of a graph as a Ray actor, on the cluster at `address`, or on this machine if None.
 
-    def __init__(self) -> None:
-        self.actors: Mapping[str, Any] = {}
-        self._unsettled: list[Any] = []
-        self._lock = threading.Lock()
-
-    def post(self, holder: str, method: str, *arguments: Any) -> None:
-        """Call a mail room's method; what becomes of a dead peer is the driver's to say."""
-        call = self.actors[holder].mail.remote(method, *arguments)
-        with self._lock:
-            self._unsettled.append(call)
-            if len(self._unsettled) > _MOST_UNSETTLED:
-                _, self._unsettled = ray.wait(self._unsettled, num_returns=len(self._unsettled), timeout=0)
-
-    def settle(self) -> None:
-        """Wait until everything posted so far has arrived, or its addressee is dead."""
-        with self._lock:
-            calls, self._unsettled = self._unsettled, []
-        if calls:
-            ray.wait(calls, num_returns=len(calls), timeout=_STOP_S)
-
-
-class RoleActor:
-    """What lives in one Ray actor: a mail room, and the worker of a role (none for the caller's ends)."""
-
-    def __init__(self, holder: str, routes: Routes, threads: int) -> None:
-        set_threads(threads)
-        self._postman = Postman()
-        self._room = MailRoom(holder, routes, self._postman.post, ray.put)
-        self._early: list[tuple[str, tuple[Any, ...]]] = []
-        """Calls of peers that came before it was known who they are, and so could not be answered."""
-        self._said: list[Answer] = []
-        self._ends = OpenEnds(self._room.open)
-        self._worker: Worker | None = None
-        self._host: threading.Thread | None = None
-
-    def start(self, actors: Mapping[str, Any], search_path: list[str], payload: bytes) -> None:
-        """Learn who the others are, then build the role, if there is one; its steps wait for a command."""
-        self._postman.actors = actors
-        for method, arguments in self._early:
-            self.mail(method, *arguments)
-        self._early.clear()
-        sys.path += [folder for folder in search_path if folder not in sys.path]
-        try:
-            node = cloudpickle.loads(payload)
-        except Exception as error:
-            self._say(failed(error))
-            return
-        if node is not None:
-            self._worker = Worker(node, self._room.open, self._room.wait, self._say)
-            self._host = threading.Thread(target=self._worker.run, name="host", daemon=True)
-            self._host.start()
-        threading.Thread(target=self._pulse, name="pulse", daemon=True).start()
-
-    def mail(self, method: str, *arguments: Any) -> None:
-        """Pass a peer's call on to the mail room."""
-        if self._postman.actors:
-            getattr(self._room, method)(*arguments)
-        else:
-            self._early.append((method, arguments))
-
-    def gather(self, cells: dict[tuple[str, int], int]) -> dict[str, int]:
-        """At the caller: exchange one holder's counters for the totals."""
-        return self._room.gather(cells)
-
-    def hear(self, known: int) -> tuple[list[Answer], Report | None]:
-        """Return what the worker said beyond the first `known` answers, and its newest report."""
-        return self._said[known:], self._worker.report() if self._worker else None
-
-    def command(self, name: Command, argument: str) -> None:
-        """Pass a command on to the worker."""
-        if self._worker:
-            self._worker.command(name, argument)
-            self._room.news.set()
-
-    def use(self, end: End, method: str, *arguments: Buffer) -> Buffer:
-        """Call a method of an end that the driver holds; all values travel as frames."""
-        values = [framing.read(framing.copy(argument)) for argument in arguments]
-        return Frame(getattr(self._ends.open(end), method)(*values)).to_buffer()
-
-    def own_ends(self, method: str, directory: str) -> None:
-        """Save or restore the ends that the driver holds."""
-        getattr(self._ends, method)(Path(directory), CALLER)
-        self._postman.settle()
-
-    def finish(self) -> None:
-        """Wait for the role to have closed."""
-        if self._host:
-            self._host.join(_STOP_S)
-
-    def _say(self, what: Answer | Report) -> None:
-        """Keep an answer; first let what the role sent, counted and took arrive, so that a cut is one everywhere."""
-        if isinstance(what, Answer):
-            self._postman.settle()
-            self._exchange()
-            self._said.append(what)
-
-    def _pulse(self) -> None:
-        while self._room.cells():
-            time.sleep(_POLL_S)
-            self._exchange()
-
-    def _exchange(self) -> None:
-        cells = self._room.cells()
-        if cells and CALLER in self._postman.actors:
-            with contextlib.suppress(RayError):  # a dead actor is named by the driver
-                self._room.learn(cells, ray.get(self._postman.actors[CALLER].gather.remote(cells)))
-
-
-class CallerEnd:
-    """An end that the driver holds: it lives in an actor of its own, because a driver cannot be called."""
-
-    def __init__(self, actor: Any, end: End) -> None:
-        self._actor, self._end = actor, end
-
-    def waitable(self) -> None:
-        """Nothing to wait on: a driver polls."""
-
-    def __getattr__(self, method: str) -> Any:
-        def call(*arguments: Any) -> Any:
-            frames = [Frame(argument).to_buffer() for argument in arguments]
-            return framing.read(framing.copy(ray.get(self._actor.use.remote(self._end, method, *frames))))
-
-        return call
-
-
-class RayPlacement(SupervisedPlacement):
-    """Runs each node of a graph as a Ray actor, on the cluster at `address`, or on this machine if None."""
+    Kinds in `anywhere` may be on any node of the cluster, all others are on this one. Where nodes besides this one are
+    used, `rehearsal` must succeed there first, and their object stores must hold `in_flight` bytes. `threads` gives the
+    threads of torch and OpenMP by kind, one where not given; kinds in `background` leave a core to any other.
+    """
 
     name = "ray"
 
-    def __init__(self, graph: Graph, address: str | None = None, threads: Mapping[str, int] | None = None) -> None:
-        super().__init__(graph)
-        self._owns_ray = _connect(address)
-        self._actors: dict[str, Any] = {}
-        self._watched = list(self.crew)
-        self._known: dict[str, int] = {}
-        self._dead: set[str] = set()
+    def __init__(
+        self,
+        graph: Graph,
+        address: str | None = None,
+        threads: Mapping[str, int] | None = None,
+        background: Collection[str] = (),
+        anywhere: Collection[str] = (),
+        rehearsal: Callable[[], Any] | None = None,
+        in_flight: float = 0.0,
+        **revival: Unpack[Revival],
+    ) -> None:
+        super().__init__(graph, **revival)
+        payloads = {node.name: _payload(node) for node in graph.nodes}
+        self._owns_ray = ray_cluster.connect(address)
+        self._folder = RunFolder()
+        self._keepers = _Keepers()
+        self._hands = _Hands(sorted({node.build.__module__ for node in graph.nodes}))
+        self._setups: dict[str, RoleSetup] = {}
+        self._carrying = False
+        atexit.register(self.close)  # before Ray's own handler
         try:
-            routes = find_routes(graph)
-            nodes: dict[str, Node | None] = {node.name: node for node in graph.nodes}
-            if routes.ends[CALLER] or graph.counters:
-                nodes[CALLER] = None
-                self._watched.append(starting(CALLER, CALLER, 0))
-            share, namespace = _cpu_share(len(nodes)), f"qfleet-{secrets.token_hex(4)}"
-            for name, node in nodes.items():
-                options = {"name": name, "namespace": namespace, "num_cpus": share, "max_restarts": 0}
-                count = (threads or {}).get(node.kind, 1) if node else 1
-                self._actors[name] = ray.remote(RoleActor).options(**options).remote(name, routes, count)
-            for name, node in nodes.items():
-                self._actors[name].start.remote(self._actors, sys.path, _payload(node))
+            nodes = ray_cluster.sites()
+            self._homes = _settle_down(graph, anywhere, nodes)
+            here, *others = dict.fromkeys([nodes[0], *self._homes.values()])
+            ray_cluster.require_alike(others, sys.path, rehearsal)
+            ray_cluster.require_store(others, in_flight)
+            self._warn_of_crowd(ray.cluster_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]
+            self._hands.hire(self._homes, ray_cluster.cpu_shares(self._homes.values()))
+            folders = self._lay_out(graph, here, others)
+            for node in graph.nodes:
+                folder = folders[self._homes[node.name]]
+                ports = self._ports[node.name] = Ports(folder)
+                count, behind = (threads or {}).get(node.kind, 1), node.kind in background
+                last_words = folder / f"{node.name}.last_words"
+                self._setups[node.name] = RoleSetup(
+                    node.name, payloads[node.name], ports, count, behind, last_words, failpoints.wanted()
+                )
+            self._lives |= {node.name: self._begin(node.name) for node in graph.nodes}
             self._await("built")
+            self._hands.warm({home for name, home in self._homes.items() if name not in self._mortal})
         except BaseException:
             self.close()
             raise
 
-    def open(self, end: Any) -> Any:
-        """Return the live handle of an end that the caller holds."""
-        return CallerEnd(self._actors[CALLER], end)
+    def _lay_out(self, graph: Graph, here: Site, others: list[Site]) -> dict[Site, Path]:
+        """Make all edges; returns where those of each node are."""
+        lay_out(graph, self._folder.path)
+        self._levels = StreamLevels(graph, self._folder.path)
+        self._ends = OpenEnds(Ports(self._folder.path, hold=False).open)
+        if not others:
+            return {here: self._folder.path}
+        homes = {name: site.id for name, site in self._homes.items()}
+        return self._keepers.begin(graph, [here, *others], self._folder.path, draw_map(graph, homes, here.id))
 
-    def _tell(self, member: Member, command: Command, argument: str) -> None:
-        self._actors[member.name].command.remote(command, argument)
+    def advance(self) -> None:
+        """Hear from the roles, as every placement does; what goes from node to node goes on from the first time on."""
+        if not self._carrying:
+            self._carrying = True
+            self._keepers.ask("carry")
+        super().advance()
 
-    def _listen(self, seconds: float) -> list[tuple[Member, Answer | Report]]:
-        time.sleep(min(seconds, _POLL_S))
-        living = [member for member in self._watched if member.name not in self._dead]
-        calls = [self._actors[m.name].hear.remote(self._known.get(m.name, 0)) for m in living]
-        ready, _ = ray.wait(calls, num_returns=len(calls), timeout=max(seconds, _POLL_S)) if calls else ([], [])
-        heard: list[tuple[Member, Answer | Report]] = []
-        for member, call in zip(living, calls, strict=True):
-            if call in ready:
-                heard += [(member, item) for item in self._hear_one(member.name, call)]
-        return heard
+    def pause(self) -> None:
+        """Stop all roles between two steps, and have everything arrive that they sent."""
+        super().pause()
+        for _ in range(2):  # what came to this node in the first round goes on in the second
+            self._keepers.ask("settle")
 
-    def _hear_one(self, name: str, call: Any) -> list[Answer | Report]:
-        try:
-            answers, report = ray.get(call)
-        except RayError as error:
-            self._dead.add(name)
-            return [Answer("died", f"its Ray actor died: {_brief(error)}")]
-        self._known[name] = self._known.get(name, 0) + len(answers)
-        return [*([report] if report else []), *answers]
+    def _begin(self, name: str) -> ActorLife:
+        home = self._homes[name]
+        return ActorLife(self._hands.take(name, home), self._setups[name], lambda pid: self._keepers.kill(home, pid))
 
-    def _save_own_ends(self, directory: Path) -> None:
-        self._own_ends("save", directory)
-
-    def _restore_own_ends(self, directory: Path) -> None:
-        self._own_ends("restore", directory)
-
-    def _own_ends(self, method: str, directory: Path) -> None:
-        if CALLER in self._actors:
-            ray.get(self._actors[CALLER].own_ends.remote(method, str(directory.resolve())))
+    def _wait_for_news(self, seconds: float) -> None:
+        attended = self._keepers.attended()
+        calls = [*attended, *(call for life in self._lives.values() for call in life.waitables())]
+        if not calls:
+            time.sleep(seconds)
+            return
+        ready, _ = ray.wait(calls, timeout=seconds)
+        if lost := [site for call, site in attended.items() if call in ready]:
+            self.close()
+            cause = (
+                f"{lost[0].name} was lost with what its roles kept: `qfleet resume` goes on from the last checkpoint"
+            )
+            raise RoleFailure("node", self._keepers.index(lost[0]), cause, died=True)
 
     def _end(self) -> None:
-        for actor in self._actors.values():
-            actor.command.remote("stop", "")
-        finishing = [actor.finish.remote() for actor in self._actors.values()]
-        if finishing:
-            ray.wait(finishing, num_returns=len(finishing), timeout=_STOP_S)
-        for actor in self._actors.values():
-            ray.kill(actor)
-        gone = [actor.finish.remote() for actor in self._actors.values()]  # a call to a dead actor fails at once
-        if gone:
-            ray.wait(gone, num_returns=len(gone), timeout=_STOP_S)
+        atexit.unregister(self.close)
+        self._end_lives()
+        self._hands.dismiss()
+        self._keepers.close()
+        self._folder.remove()
         if self._owns_ray:
-            stop_local()
+            ray_cluster.stop_local()
 
 
-def start_local() -> None:
-    """Start a Ray of this machine alone: quiet, on loopback, with a token, because Ray listens on all addresses."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray writes one into the home folder
-    ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **_QUIET)
+def _settle_down(graph: Graph, anywhere: Collection[str], nodes: Sequence[Site]) -> dict[str, Site]:
+    """Return the node that each role is on, in all its lives."""
+    roaming = [node.name for node in graph.nodes if node.kind in anywhere]
+    dealt = ray_cluster.deal(len(graph.nodes) - len(roaming), len(roaming), nodes)
+    return {node.name: nodes[0] for node in graph.nodes} | dict(zip(roaming, dealt, strict=True))
 
 
-def stop_local() -> None:
-    """Leave Ray, and end it if it was started here."""
-    ray.shutdown()
-
-
-_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-
-
-def _connect(address: str | None) -> bool:
-    """Make sure that there is a Ray to use; returns whether it is this placement's to leave."""
-    if ray.is_initialized():
-        return False
-    if address is None:
-        start_local()
-        return True
+def _payload(node: Node) -> bytes:
     try:
-        ray.init(address=address, **_QUIET)
-    except (ConnectionError, RayError) as error:
-        raise ConfigError(f"no Ray cluster answers at {address} ({error}): start one or leave --address out") from error
-    return True
-
-
-def _cpu_share(actors: int) -> float:
-    """Return the CPUs that each actor asks for: one, or so little that two runs fit the cluster."""
-    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return min(1.0, math.floor(100 * resources.get("CPU", 0.0) / (2 * actors)) / 100)
-
-
-def _payload(node: Node | None) -> bytes:
-    packed: bytes = cloudpickle.dumps(node)  # type: ignore[no-untyped-call]
+        packed: bytes = cloudpickle.dumps(node)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise ConfigError(
+            f"{node.name} cannot be sent to another process ({error}): run with --placement inline"
+        ) from error
     return packed
 
 
-def _brief(error: RayError) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines)[:400]
+class _Hands:
+    """Makes the actors that become roles: those of the first lives, and on every node a warm one for the next death."""
+
+    def __init__(self, modules: list[str]) -> None:
+        self._modules, self._namespace = modules, f"qfleet-{secrets.token_hex(4)}"
+        self._hired: dict[str, Any] = {}
+        self._spares: dict[Site, Any] = {}
+        self._made = 0
+
+    def hire(self, homes: Mapping[str, Site], shares: Mapping[Site, float]) -> None:
+        """Make the actors of these roles, each on its node and with its share of the CPUs there."""
+        self._hired = {name: self._make(name, home, shares[home]) for name, home in homes.items()}
+        ray_cluster.require_started(self._hired)
+
+    def warm(self, homes: Collection[Site]) -> None:
+        """Have a spare on each of these nodes from now on."""
+        self._spares |= {home: self._make_spare(home) for home in homes}
+
+    def take(self, name: str, home: Site) -> Any:
+        """Return an actor for a role: the one made for it, or else a spare."""
+        if (first := self._hired.pop(name, None)) is not None:
+            return first
+        spare = self._spares.get(home)
+        if spare is None or not _alive(spare):
+            spare = self._make_spare(home)
+        self._spares[home] = self._make_spare(home)
+        return spare
+
+    def dismiss(self) -> None:
+        """End those that have become no role."""
+        for actor in [*self._hired.values(), *self._spares.values()]:
+            ray.kill(actor)
+
+    def _make_spare(self, home: Site) -> Any:
+        self._made += 1
+        return self._make(f"spare-{self._made}", home, 0.0)  # it gets the CPUs of the dead
+
+    def _make(self, name: str, home: Site, cpus: float) -> Any:
+        return _actor(RoleActor, name, self._namespace, home, cpus).remote(self._modules, sys.path)
+
+
+def _actor(cls: type[Any], name: str, namespace: str, home: Site, cpus: float) -> Any:
+    options = {"name": name, "namespace": namespace, "num_cpus": cpus, "max_restarts": 0, "max_task_retries": 0}
+    return ray.remote(cls).options(**options, max_concurrency=_CALLS, scheduling_strategy=ray_cluster.on(home))
+
+
+def _alive(actor: Any) -> bool:
+    try:
+        ray.get(actor.ready.remote(), timeout=_WARM_S)
+    except GetTimeoutError:
+        return True  # it still imports, as a new one would
+    except RayError:
+        return False
+    return True
+
+
+class _Keepers:
+    """The keepers of all nodes, where there are several; the driver is that of its own node, and kills there itself."""
+
+    def __init__(self) -> None:
+        self._actors: dict[Site, Any] = {}
+        self._attending: dict[Any, Site] = {}
+
+    def begin(self, graph: Graph, nodes: list[Site], folder: Path, drawn: Map) -> dict[Site, Path]:
+        """Make the keepers and the edges of their nodes; returns where these are."""
+        namespace = f"qfleet-{secrets.token_hex(4)}"
+        for site in nodes:
+            own = folder if site is nodes[0] else None
+            name = f"keeper-{self.index(site)}"
+            self._actors[site] = _actor(Keeper, name, namespace, site, 0.0).remote(own)
+        self._attending = {keeper.attend.remote(): site for site, keeper in self._actors.items()}
+        edges, by_id = dataclasses.replace(graph, nodes=[]), {site.id: keeper for site, keeper in self._actors.items()}
+        ray.get([self._actors[site].lay_out.remote(edges, drawn.edges[site.id]) for site in nodes[1:]])
+        ray.get(
+            [
+                keeper.begin.remote(site.id, by_id, drawn.imports[site.id], drawn.exports[site.id])
+                for site, keeper in self._actors.items()
+            ]
+        )
+        return {site: ray.get(keeper.folder.remote()) for site, keeper in self._actors.items()}
+
+    def ask(self, method: str) -> None:
+        """Have all keepers do something, and wait for it; one that is lost is noticed by whoever listens."""
+        with contextlib.suppress(RayError):
+            ray.get([getattr(keeper, method).remote() for keeper in self._actors.values()])
+
+    def attended(self) -> dict[Any, Site]:
+        """Return calls that end when a node is lost."""
+        return self._attending
+
+    def index(self, site: Site) -> int:
+        """Return the number of a node."""
+        return list({**self._actors, site: None}).index(site)
+
+    def kill(self, home: Site, pid: int) -> None:
+        """End a process of a node, and what it has started."""
+        if home in list(self._actors)[1:]:
+            self._actors[home].kill.remote(pid)
+        else:
+            end_process(pid)
+
+    def close(self) -> None:
+        """End all of them."""
+        if closing := [keeper.close.remote() for keeper in self._actors.values()]:
+            ray.wait(closing, num_returns=len(closing), timeout=_STOP_S)
+        for keeper in self._actors.values():
+            ray.kill(keeper)

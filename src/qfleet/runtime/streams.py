@@ -1,4 +1,4 @@
-"""A bounded stream in shared memory: a ring of slots between two cursors that outlive either end; sockets only ring.
+"""A bounded stream in shared memory: a ring of slots between two cursors that outlive either end; pipes only ring.
 
 Each cursor is written by one side alone, and last of all. A message stays in its slot until it is acknowledged, so an
 end that is opened anew goes on where its predecessor died: the sender at `sent`, the receiver at `taken`. That a
@@ -7,7 +7,6 @@ receiver has left for good is written by the supervisor.
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,21 +17,22 @@ from numpy.typing import NDArray
 from qfleet.core.errors import CheckpointError, QfleetError
 from qfleet.core.failpoints import failpoint
 from qfleet.runtime import framing
-from qfleet.runtime.framing import Frame
+from qfleet.runtime.bells import Bell, create_bells
+from qfleet.runtime.framing import Buffer, Frame, Sealed
 from qfleet.runtime.memory import NoRoom, SlotReader, SlotWriter, attach, create
 
 Cells = NDArray[np.int64]
 
-_SENT, _CLOSED, _TAKEN, _DESERTED, _LOADED, _SLOTS = 0, 1, 8, 9, 10, 16
+SENT, CLOSED, TAKEN, _DESERTED, _LOADED, _SLOTS = 0, 1, 8, 9, 10, 16
 """Where the cells begin; the two sides write to different cache lines."""
 _NUMBER, _GENERATION, _NBYTES, _SLOT_CELLS = range(4)
 """Of a slot: which message it holds (from 1), the generation of its file, and the bytes used."""
-_MANY_BELLS = 4096
 
 
 def create_stream(stem: Path, capacity: int) -> None:
-    """Make the cells of an empty stream."""
+    """Make the cells and bells of an empty stream."""
     create(stem, 8 * (_SLOTS + _SLOT_CELLS * capacity))
+    create_bells(stem)
 
 
 @dataclass(frozen=True)
@@ -47,46 +47,12 @@ class Level:
 
 def read_level(edge: str, cells: Cells) -> Level:
     """Return how a stream stands, from its cells."""
-    return Level(edge, int(cells[_SENT]), int(cells[_TAKEN]), (cells.size - _SLOTS) // _SLOT_CELLS)
+    return Level(edge, int(cells[SENT]), int(cells[TAKEN]), (cells.size - _SLOTS) // _SLOT_CELLS)
 
 
 def desert(stem: Path) -> None:
     """Let the sender know that nobody will receive its messages any more."""
     attach(stem).view(np.int64)[_DESERTED] = 1
-
-
-class Bell:
-    """A socket that wakes the other end; one that is full of rings does so too, so that a ring never has to wait."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._lost = False
-
-    def ring(self) -> None:
-        """Wake the other end, now or when it next waits."""
-        try:
-            self._connection.send(b"!", socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            pass
-        except (BrokenPipeError, ConnectionResetError):
-            self._lost = True
-
-    def fileno(self) -> int:
-        """Return the descriptor to wait on."""
-        return self._connection.fileno()
-
-    def silence(self) -> None:
-        """Forget the rings so far, as whoever waited does; look at the cursors after this, or one would be missed."""
-        try:
-            self._lost = not self._connection.recv(_MANY_BELLS, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            pass
-        except ConnectionResetError:
-            self._lost = True
-
-    def waitable(self) -> Bell | None:
-        """Return itself, which becomes readable when it rings; None when nobody is left to ring it."""
-        return None if self._lost else self
 
 
 class Ring:
@@ -99,26 +65,30 @@ class Ring:
         self._writers: dict[int, SlotWriter] = {}
         self._readers: dict[int, SlotReader] = {}
 
-    def write(self, number: int, message: Any) -> None:
+    def write(self, number: int, frame: Frame | Sealed) -> None:
         """Fill the slot of message `number`, from 0."""
         slot, cells = self._slot(number)
         writer = self._writers.get(slot)
         if writer is None or writer.generation != cells[_GENERATION]:  # restoring wrote from the other side
             writer = self._writers[slot] = SlotWriter(self._slot_stem(slot), int(cells[_GENERATION]))
-        written = writer.write(Frame(message))
+        written = writer.write(frame)
         cells[_GENERATION], cells[_NBYTES] = writer.generation, written.size
         cells[_NUMBER] = number + 1
 
     def read(self, number: int, views: bool) -> Any:
         """Return message `number`, its arrays as they lie in the slot, or else copied."""
+        frame = self.frame(number)
+        return framing.read(frame if views else framing.copy(frame))
+
+    def frame(self, number: int) -> Buffer:
+        """Return message `number` as it lies in its slot."""
         slot, cells = self._slot(number)
         if cells[_NUMBER] != number + 1:
             raise RuntimeError(f"slot {slot} of {self._stem.name} holds message {cells[_NUMBER] - 1}, not {number}")
         reader = self._readers.get(slot)
         if reader is None:
             reader = self._readers[slot] = SlotReader(self._slot_stem(slot))
-        frame = reader.view(int(cells[_GENERATION]), int(cells[_NBYTES]))
-        return framing.read(frame if views else framing.copy(frame))
+        return reader.view(int(cells[_GENERATION]), int(cells[_NBYTES]))
 
     def _slot(self, number: int) -> tuple[int, Cells]:
         slot = number % self.capacity
@@ -132,8 +102,8 @@ class Ring:
 class StreamSender:
     """The sending end of a bounded stream."""
 
-    def __init__(self, bell: Bell, stem: Path, setting: str = "") -> None:
-        self._bell, self._setting = bell, setting
+    def __init__(self, stem: Path, setting: str = "") -> None:
+        self._bell, self._setting = Bell(stem, "sender"), setting
         self._ring = Ring(stem)
         self._cells = self._ring.cells
 
@@ -149,25 +119,25 @@ class StreamSender:
         """Copy a message into the next slot, then move the cursor over it."""
         if not self.ready():
             raise RuntimeError("sent into a full stream: ask ready() first")
-        number = int(self._cells[_SENT])
+        number = int(self._cells[SENT])
         failpoint("channel.before_send")
         try:
-            self._ring.write(number, message)
+            self._ring.write(number, Frame(message))
         except NoRoom as error:
             raise QfleetError(error.told("one more message", self._setting)) from error
         failpoint("channel.after_write")
-        self._cells[_SENT] = number + 1
+        self._cells[SENT] = number + 1
         self._bell.ring()
         failpoint("channel.after_send")
 
     def close(self) -> None:
         """Say that no further message will come."""
-        self._cells[_CLOSED] = 1
+        self._cells[CLOSED] = 1
         self._bell.ring()
 
     def sent(self) -> int:
         """Return how many messages were sent here in all lives of the role."""
-        return int(self._cells[_SENT])
+        return int(self._cells[SENT])
 
     def deserted(self) -> bool:
         """Return whether whoever received here has left the run for good."""
@@ -175,7 +145,7 @@ class StreamSender:
 
     def state(self) -> int:
         """Return how many messages are not acknowledged."""
-        return int(self._cells[_SENT] - self._cells[_TAKEN])
+        return int(self._cells[SENT] - self._cells[TAKEN])
 
     def load(self, state: int) -> None:
         """Do nothing: the receiver brings the messages and both cursors back."""
@@ -187,12 +157,12 @@ class StreamReceiver:
     With `views` arrays lie in the slot, until they are acknowledged; without `hold` they are acknowledged at once.
     """
 
-    def __init__(self, bell: Bell, stem: Path, views: bool = False, hold: bool = True) -> None:
-        self._bell = bell
+    def __init__(self, stem: Path, views: bool = False, hold: bool = True) -> None:
+        self._bell = Bell(stem, "receiver")
         self._ring = Ring(stem)
         self._cells = self._ring.cells
         self._views, self._hold = views and hold, hold
-        self._taken = self._next = int(self._cells[_TAKEN])
+        self._taken = self._next = int(self._cells[TAKEN])
 
     def waitable(self) -> Any:
         """Return what becomes readable when a message comes."""
@@ -210,19 +180,19 @@ class StreamReceiver:
 
     def exhausted(self) -> bool:
         """Return whether the sender closed the stream and nothing is left of it."""
-        closed = bool(self._cells[_CLOSED])  # first: what was sent before is then all there
+        closed = bool(self._cells[CLOSED])  # first: what was sent before is then all there
         return closed and not self._waiting()
 
     def acknowledge(self) -> None:
         """Give the slots of all received messages back; whoever opens this end anew will not see them."""
         if self._taken != self._next:
             failpoint("channel.before_ack")
-            self._cells[_TAKEN] = self._taken = self._next
+            self._cells[TAKEN] = self._taken = self._next
             self._bell.ring()
 
     def state(self) -> list[Any]:
         """Return the messages that were sent and not received; all roles are paused."""
-        return [self._ring.read(number, views=False) for number in range(self._next, int(self._cells[_SENT]))]
+        return [self._ring.read(number, views=False) for number in range(self._next, int(self._cells[SENT]))]
 
     def load(self, state: list[Any]) -> None:
         """Continue with messages that a former run left here; what was sent while roles were built comes after them.
@@ -236,10 +206,10 @@ class StreamReceiver:
             raise CheckpointError(f"a stream of capacity {capacity} cannot take up {len(state)} messages that waited")
         messages = (state + self.state())[:capacity]
         for number, message in enumerate(messages, self._next):
-            self._ring.write(number, message)
-        self._cells[_SENT] = self._next + len(messages)
+            self._ring.write(number, Frame(message))
+        self._cells[SENT] = self._next + len(messages)
         self._cells[_LOADED] = 1
         self._bell.ring()
 
     def _waiting(self) -> bool:
-        return bool(self._cells[_SENT] > self._next)
+        return bool(self._cells[SENT] > self._next)

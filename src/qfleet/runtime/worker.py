@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
+import faulthandler
 import os
-import sys
 import time
 import traceback
 from collections import deque
@@ -26,8 +26,11 @@ Command = Literal["run", "pause", "step", "report", "save", "restore", "stop"]
 
 _LONGEST_WAIT_S = 1.0
 _REPORT_S = 0.2
-_PR_SET_NAME = 15
 """How old the metrics of a working role may get."""
+_CALLS = 3
+"""How many calls are told of a process that crashed."""
+_BACKGROUND = 10
+"""How nice processes in the background are to the others."""
 
 
 @dataclass(frozen=True)
@@ -221,8 +224,27 @@ class Worker:
 
 def name_process(name: str) -> None:
     """Show this process by a name of its own (15 letters at most) to `top`, `ps -o comm` and the like, on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
+
+
+def be_nice() -> None:
+    """Leave a core to any other process that wants it: this one gets about a tenth of its weight."""
+    os.nice(_BACKGROUND)
+
+
+def note_last_words(path: Path) -> None:
+    """Have a crash of this process write down where it was."""
+    with contextlib.suppress(OSError):  # the run has ended meanwhile
+        faulthandler.enable(path.open("w"), all_threads=False)
+
+
+def last_words(path: Path) -> str:
+    """Return where a process was when it crashed, its innermost calls; empty if it did not say."""
+    with contextlib.suppress(OSError):
+        calls = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.startswith("  File ")]
+        return f"; it was at {', called from '.join(calls[:_CALLS])}" if calls else ""
+    return ""
 
 
 def set_threads(count: int) -> None:

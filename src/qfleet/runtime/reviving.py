@@ -1,0 +1,287 @@
+"""What placements do alike that begin dead roles anew: notice a death, bury the dead, wait, begin the next life."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Protocol, TypedDict, Unpack
+
+from qfleet.core import failpoints
+from qfleet.core.protocols import Report
+from qfleet.core.types import Notice
+from qfleet.runtime import checkpoint
+from qfleet.runtime.channels import Ports, StreamLevels, edge_stem
+from qfleet.runtime.graph import Graph, Node, ends, open_handles
+from qfleet.runtime.groups import Groups
+from qfleet.runtime.restarts import Restarts
+from qfleet.runtime.streams import desert
+from qfleet.runtime.supervisor import Member, SupervisedPlacement
+from qfleet.runtime.watchdog import Standstill, Watchdog
+from qfleet.runtime.worker import Answer, Command, OpenEnds
+
+STOP_S, KILL_S = 5.0, 5.0
+"""How long a life may take to close its role, and to be gone after it was killed."""
+_CULPRIT_S = 0.3
+"""How long the death is waited for that one of a group complains of."""
+_CROWDED = 4
+"""Processes for each core from which on a person is told."""
+
+
+class Life(Protocol):
+    """One life of a role, as the supervisor holds it."""
+
+    pid: int
+
+    def tell(self, command: Command, argument: str) -> None:
+        """Send a command; that it is dead is noticed by `hear`."""
+
+    def waitables(self) -> list[Any]:
+        """Return what its placement can wait on until it speaks or dies."""
+
+    def hear(self) -> list[Answer | Report]:
+        """Return what it said, and that it died if it did without saying why."""
+
+    def condemn(self, verdict: str) -> None:
+        """Kill it; it will be said to have died of this, unless it is dead already."""
+
+    def stop(self) -> None:
+        """Ask the role to close."""
+
+    def kill(self) -> None:
+        """End it."""
+
+    def join(self, until: float) -> None:
+        """Wait for its end, at most until then."""
+
+    def release(self) -> None:
+        """Give back what belongs to the dead, and end what it may have started."""
+
+
+class Revival(TypedDict, total=False):
+    """How deaths are dealt with."""
+
+    groups: Collection[str]
+    """Kinds whose roles live and die together, so that all of them are begun anew."""
+    dwindling: Collection[str]
+    """Those of them that go on with one less after each death."""
+    brief: Collection[str]
+    """Kinds whose steps cost little to be made again: they are not waited for when a person waits for the end."""
+    restarts: int
+    """How many deaths that follow each other quickly are survived; 5 where not given."""
+    stall: float
+    """Seconds that a step may take, 60 where not given: a role that takes longer hangs, and is taken for dead."""
+    lockstep: bool
+    """Whether roles step one at a time, in inline's order."""
+
+
+class RevivingPlacement(SupervisedPlacement):
+    """A placement whose roles outlive their deaths, if they hold a keep; a subclass says what a life is."""
+
+    _ends: OpenEnds
+    """The caller's."""
+    _levels: StreamLevels
+
+    def __init__(self, graph: Graph, **revival: Unpack[Revival]) -> None:
+        super().__init__(graph, revival.get("lockstep", False))
+        failpoints.arm(failpoints.wanted(), "supervisor", everyone=False)
+        self._mortal = {node.name for node in graph.nodes if not any(end.side == "keep" for end in ends(node.handles))}
+        self._nodes = {node.name: node for node in graph.nodes}
+        self._groups = Groups(graph, revival.get("groups", ()), revival.get("dwindling", ()))
+        self._brief = {node.name for node in graph.nodes if node.kind in revival.get("brief", ())}
+        self._restarts, self._standstill = Restarts(revival.get("restarts", 5)), Standstill()
+        self._watchdog = Watchdog(revival.get("stall", 60.0))
+        self._ports: dict[str, Ports] = {}
+        self._lives: dict[str, Life] = {}
+        self._due: dict[str, float] = {}
+        """When the dead are begun anew."""
+        self._leaving: set[str] = set()
+        """Who is not begun anew when its life has ended."""
+        self._left: list[Node] = []
+        """Who has left for good."""
+
+    @abstractmethod
+    def _begin(self, name: str) -> Life:
+        """Begin a life of a role, with its ports as they are now."""
+
+    @abstractmethod
+    def _wait_for_news(self, seconds: float) -> None:
+        """Wait until any life has said something or ended, at most so long."""
+
+    def open(self, end: Any) -> Any:
+        """Return the live handle of an end that the caller holds."""
+        return self._ends.open(end)
+
+    def pids(self) -> dict[str, int]:
+        """Return the process numbers of the living by node name, for tools that watch or kill."""
+        return {name: life.pid for name, life in self._lives.items()}
+
+    def _warn_of_crowd(self, cores: float) -> None:
+        if len(self.crew) > _CROWDED * cores:
+            text = (
+                f"{len(self.crew)} processes share {cores:g} cores: they will wait for each other; fewer actors may be"
+                " faster"
+            )
+            self._incidents.append(Notice("supervisor", 0, "crowded", text))
+
+    def _tell(self, member: Member, command: Command, argument: str) -> None:
+        if member.name in self._lives:
+            self._lives[member.name].tell(command, argument)
+
+    def _listen(self, seconds: float) -> list[tuple[Member, Answer | Report]]:
+        self._watch()  # before births: until they are told, members still have the reports of the dead
+        heard: list[tuple[Member, Answer | Report]] = [(member, Answer("reborn")) for member in self._begin_due()]
+        until = min([time.monotonic() + seconds, *self._due.values()])
+        self._wait_for_news(0.0 if heard else max(0.0, until - time.monotonic()))
+        heard += self._said()
+        until = time.monotonic() + _CULPRIT_S
+        while _unexplained(heard) and (left := until - time.monotonic()) > 0:
+            self._wait_for_news(left)
+            heard += self._said()
+        return sorted(heard, key=lambda one: isinstance(one[1], Answer) and one[1].lost)  # who is gone comes first
+
+    def _said(self) -> list[tuple[Member, Answer | Report]]:
+        """Return what came from the living by now."""
+        heard, now = [], time.monotonic()
+        for member in self.crew:
+            if member.name in self._lives:
+                said = self._lives[member.name].hear()
+                heard += [(member, self._judged(member, item)) for item in said]
+                if said:
+                    self._watchdog.heard(member.name, now)
+        return heard
+
+    def _judged(self, member: Member, heard: Answer | Report) -> Answer | Report:
+        """Return what one of a group said; that its peers are gone is no fault of its own, but the end of its life."""
+        if isinstance(heard, Answer) and heard.lost and self._groups.drawn[member.name] > 1:
+            return Answer("died", heard.cause, lost=True)
+        return heard
+
+    def _replaceable(self, member: Member) -> bool:
+        return member.name not in self._mortal
+
+    def _bury(self, member: Member, cause: str) -> str:
+        if not self._replaceable(member):
+            return cause
+        life = self._lives.pop(member.name)
+        life.kill()
+        life.join(time.monotonic() + KILL_S)
+        life.release()
+        if member.name in self._leaving:
+            self._leave(member)
+            return ""
+        if member.name in self._due:
+            return ""  # it dies with its group
+        if not member.built and member.life > 0:
+            return f"{cause}; that was the second try"  # what never worked will not begin to
+        group = self._groups.of(member.name)
+        delay = self._restarts.delay(group[0], time.monotonic())
+        if delay is None:
+            return f"{cause}; that was death {self._restarts.in_a_row(group[0])} within a short time"
+        due = time.monotonic() + delay  # the same for all: who is begun a moment earlier keeps the others from it
+        for name in group:
+            self._due[name] = due
+            if name in self._lives:
+                self._lives[name].condemn(f"{member.name} of its group died")
+        if (leaver := self._groups.leaver(member.name)) is not None:
+            self._send_away(leaver, member, cause)
+        return ""
+
+    def _send_away(self, leaver: str, dead: Member, cause: str) -> None:
+        """Let one of a group, who dies with it, not come back."""
+        del self._due[leaver]
+        self._leaving.add(leaver)
+        left, drawn = len(self._groups.of(leaver)) - 1, self._groups.drawn[leaver]
+        text = f"{dead.name} died ({cause}): its group goes on with {left} of {drawn}, without {leaver}"
+        self._incidents.append(Notice("supervisor", 0, "fewer", text))
+        if leaver == dead.name:
+            self._leave(dead)
+
+    def _leave(self, member: Member) -> None:
+        """Go on without a role whose life has ended; those who send to it and its group must know."""
+        self._leaving.remove(member.name)
+        self.crew.remove(member)
+        node = self._nodes[member.name]
+        self._left.append(node)
+        for end in ends(node.handles):
+            if end.side == "receiver":
+                desert(edge_stem(self._ports[member.name].folder, end.edge))
+        for name in self._groups.leave(member.name):
+            self._ports[name].gone += 1
+
+    def _begin_due(self) -> list[Member]:
+        """Begin those of the dead anew whose time has come; returns them."""
+        now = time.monotonic()
+        begun = [
+            member
+            for member in self.crew
+            if now >= self._due.get(member.name, math.inf)
+            and not any(name in self._lives for name in self._groups.of(member.name))
+        ]
+        for member in begun:
+            del self._due[member.name]
+            self._ports[member.name].life += 1
+            self._lives[member.name] = self._begin(member.name)
+            self._watchdog.heard(member.name, time.monotonic())
+        return begun
+
+    def _watch(self) -> None:
+        """Kill what hangs, and say when nothing moves."""
+        now = time.monotonic()
+        waited = 0.0 if self._hurried_at is None else now - self._hurried_at
+        self._watchdog.listening(now)
+        for member in self.crew:
+            life = self._lives.get(member.name)
+            replaceable = self._replaceable(member)
+            hurried_s = waited if member.name in self._brief else 0.0
+            verdict = self._watchdog.verdict(member.name, member.report, replaceable, now, self._pausing, hurried_s)
+            if life is not None and verdict:
+                life.condemn(verdict)
+        if self._running:
+            reports = [member.report for member in self.crew if not member.done]
+            text = self._standstill.look(reports, self._levels.read(), now)
+            if text:
+                self._incidents.append(Notice("supervisor", 0, "standstill", text))
+
+    def _save_own_ends(self, directory: Path) -> None:
+        self._ends.save(directory, "caller")
+        for node in self._left:
+            self._save_for(node, directory)
+
+    def _save_for(self, node: Node, directory: Path) -> None:
+        """Write what one who left would begin with in a resumed run, which has all of the group again."""
+        first = next(name for name, other in self._nodes.items() if other.kind == node.kind)
+        checkpoint.copy_state(directory, first, node.name)
+        own = OpenEnds(self._ports[node.name].open)
+        open_handles(node.handles, own.open)
+        own.drain()  # nobody would wait for these draws with it
+        own.save(directory, node.name)
+
+    def _restore_own_ends(self, directory: Path) -> None:
+        self._ends.restore(directory, "caller")
+
+    def _end_lives(self) -> None:
+        """Have every role close, and kill what does not end by itself."""
+        lives = self._lives.values()
+        for life in lives:
+            life.stop()
+        _join(lives, STOP_S)
+        for life in lives:
+            life.kill()
+        _join(lives, KILL_S)
+        for life in lives:
+            life.release()
+
+
+def _join(lives: Collection[Life], patience_s: float) -> None:
+    until = time.monotonic() + patience_s
+    for life in lives:
+        life.join(until)
+
+
+def _unexplained(heard: list[tuple[Member, Answer | Report]]) -> bool:
+    """Return whether roles said that somebody is gone, and nobody is known to be."""
+    deaths = [item.lost for _, item in heard if isinstance(item, Answer) and item.what == "died"]
+    return bool(deaths) and all(deaths)

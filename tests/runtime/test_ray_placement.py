@@ -1,0 +1,237 @@
+"""What only a real Ray can get wrong: deaths of actors, warm spares, hung roles, two nodes, a node that is lost.
+
+Every actor imports torch anew, so that a test has several things happen to one placement.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_process_placement import alive, own_folders, wait_until
+from test_restarts import POINTS
+from toy_roles import Handles, KeptProducer, Settings, kept_pipeline
+
+from qfleet.core.errors import ConfigError, RoleFailure
+from qfleet.core.protocols import Incident
+from qfleet.runtime.ray_cluster import Site, deal
+
+PATIENCE_S = 180.0
+
+
+def advance_until(placement: Any, condition: Callable[[], bool], what: str) -> None:
+    wait_until(lambda: bool(placement.advance() or condition()), what, PATIENCE_S)
+
+
+def metrics(placement: Any) -> dict[str, dict[str, float]]:
+    return {report.kind: report.metrics for report in placement.reports()}
+
+
+def position(placement: Any, kind: str = "kept_consumer") -> float:
+    return metrics(placement)[kind].get("position", 0.0)
+
+
+def end(placement: Any, count: int) -> list[Incident]:
+    """Let a run go to its end; returns its incidents. Nothing may be left of it."""
+    try:
+        advance_until(placement, lambda: bool(placement.done), "the run ends")
+        assert {kind: one["position"] for kind, one in metrics(placement).items()} == {
+            "kept_producer": count,
+            "kept_consumer": count,
+        }
+    finally:
+        pids = list(placement.pids().values())
+        placement.close()
+        wait_until(lambda: not any(alive(pid) for pid in pids), "all actors are gone", PATIENCE_S)
+        assert own_folders(os.getpid()) == []
+    return [one for one in placement.incidents() if isinstance(one, Incident)]
+
+
+def test_trap_16_actors_that_die_are_begun_anew_and_nothing_is_lost(ray_session: None, tmp_path: Path) -> None:
+    """By the system's hand, by Ray's, and just before a pause; what a dead role had started dies with it."""
+    import ray
+
+    from qfleet.runtime.ray import RayPlacement
+
+    placement = RayPlacement(kept_pipeline(300, pace_s=0.01, producer_fault="children"))
+    advance_until(placement, lambda: metrics(placement)["kept_producer"].get("helper0", 0) > 0, "it has a child")
+    spare = next(iter(placement._hands._spares.values()))
+    first = placement.pids()
+    os.kill(first["kept_producer-0"], signal.SIGKILL)
+    advance_until(placement, lambda: metrics(placement)["kept_producer"].get("helper1", 0) > 0, "it lives again")
+    assert placement._lives["kept_producer-0"].actor is spare
+    ray.kill(placement._lives["kept_consumer-0"].actor)
+    placement.save(tmp_path)
+    helpers = [int(metrics(placement)["kept_producer"][f"helper{life}"]) for life in (0, 1)]
+    incidents = end(placement, 300)
+    assert [(one.role, one.life) for one in incidents] == [("kept_producer", 1), ("kept_consumer", 1)]
+    assert "its Ray actor died: " in incidents[0].cause
+    assert "killed by `ray.kill`" in incidents[1].cause
+    wait_until(lambda: not any(alive(pid) for pid in (*helpers, *first.values())), "nothing is left")
+    again = RayPlacement(kept_pipeline(300, pace_s=0.001))
+    again.restore(tmp_path)
+    assert end(again, 300) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", POINTS)
+def test_death_of_an_actor_at_any_point_loses_no_message(
+    point: str, ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qfleet.runtime.ray import RayPlacement
+
+    monkeypatch.setenv("QFLEET_FAIL", point)
+    placement = RayPlacement(kept_pipeline(60))
+    dead = {"kept_producer", "kept_consumer"} if "/" not in point else {point.split("-")[0]}
+    assert {incident.role for incident in end(placement, 60)} == dead
+
+
+@pytest.mark.slow
+def test_actors_that_hang_or_are_stopped_are_begun_anew(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qfleet.runtime.ray import RayPlacement
+
+    monkeypatch.setenv("QFLEET_FAIL", "kept_consumer-0/worker.step:hang@5")
+    placement = RayPlacement(kept_pipeline(300, pace_s=0.01), stall=5.0)
+    advance_until(placement, lambda: position(placement) > 20, "the one that hung lives again")
+    os.kill(placement.pids()["kept_producer-0"], signal.SIGSTOP)
+    causes = [incident.cause for incident in end(placement, 300)]
+    assert "it hung: " in causes[0]
+    assert "silent for" in causes[1]
+
+
+@pytest.mark.slow
+def test_too_many_deaths_of_a_group_of_actors_are_one_error(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qfleet.runtime.ray import RayPlacement
+
+    monkeypatch.setenv("QFLEET_FAIL", "kept_producer-1/worker.step:kill@3:always")
+    graph = kept_pipeline(1000, pace_s=0.01)
+    outlet, _ = graph.stream("other", 1000)
+    graph.add(KeptProducer, Settings(count=1000), Handles(outlet=outlet, keep=graph.keep("second")))
+    placement = RayPlacement(graph, groups=("kept_producer",), restarts=1)
+    with pytest.raises(RoleFailure) as caught:
+        advance_until(placement, lambda: False, "the failure")
+    assert (caught.value.role, caught.value.index) == ("kept_producer", 1)
+    assert "that was death 2 within a short time" in caught.value.cause
+
+
+@pytest.mark.slow
+def test_edges_between_two_nodes_survive_deaths_and_a_lost_node_is_named(
+    second_node: Callable[[], None], tmp_path: Path
+) -> None:
+    from qfleet.runtime.ray import RayPlacement
+
+    placement = RayPlacement(kept_pipeline(300, pace_s=0.01), anywhere=("kept_producer",))
+    homes = {name: site.id for name, site in placement._homes.items()}
+    assert homes["kept_producer-0"] != homes["kept_consumer-0"]
+    advance_until(placement, lambda: position(placement) > 20, "messages come over")
+    os.kill(placement.pids()["kept_producer-0"], signal.SIGKILL)
+    advance_until(placement, lambda: position(placement) > 100, "the sender lives again")
+    os.kill(placement.pids()["kept_consumer-0"], signal.SIGKILL)
+    placement.save(tmp_path)
+    assert {incident.role for incident in end(placement, 300)} == {"kept_producer", "kept_consumer"}
+    again = RayPlacement(kept_pipeline(300, pace_s=0.001), anywhere=("kept_producer",))
+    again.restore(tmp_path)
+    assert end(again, 300) == []
+    lost = RayPlacement(kept_pipeline(100_000, pace_s=0.01), anywhere=("kept_producer",))
+    advance_until(lost, lambda: position(lost) > 1, "it runs")
+    second_node()
+    with pytest.raises(RoleFailure, match=r"was lost with what its roles kept: `qfleet resume`"):
+        advance_until(lost, lambda: False, "the failure")
+    assert own_folders(os.getpid()) == []
+
+
+def site(name: str, cpus: float, store: float = 1e9) -> Site:
+    return Site(name, name, cpus, store)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "here", "roles", "expected"),
+    [((2, 2), 3, 2, "BB"), ((8, 4), 3, 6, "AABABA"), ((2, 1, 1), 0, 4, "AABC"), ((1,), 5, 3, "AAA")],
+)
+def test_roles_are_dealt_out_by_the_cpus_that_are_left(
+    cpus: tuple[float, ...], here: int, roles: int, expected: str
+) -> None:
+    nodes = [site(name, count) for name, count in zip("ABC", cpus, strict=False)]
+    dealt = "".join(one.name for one in deal(here, roles, nodes))
+    assert dealt == expected
+
+
+def test_more_roles_than_a_cluster_has_cpus_for_are_refused(ray_session: None) -> None:
+    import ray
+
+    from qfleet.runtime.ray_cluster import cpu_shares, require_started, sites
+
+    (here,) = sites()
+    assert cpu_shares([here] * 5) == {here: 0.2}
+    with pytest.raises(ConfigError, match=r"no CPUs for 1000 roles: node .* has 2, .*; lower --actors or add nodes"):
+        cpu_shares([here] * 1000)
+    with pytest.raises(ConfigError, match=r"no CPUs for 8 roles: they ask for 3, and .* are free .*; end other work"):
+        cpu_shares([here] * 4 + [site("A", 4)] * 4, patience_s=0.1)
+
+    class Waiting:
+        def ready(self) -> None:
+            pass
+
+    waiting = ray.remote(Waiting).options(num_cpus=3).remote()
+    with pytest.raises(ConfigError, match=r"has not started 1 of 1 roles within 1 s \(actor-0\): are there CPUs free"):
+        require_started({"actor-0": waiting}, 1.0)
+    ray.kill(waiting)
+
+
+def test_an_object_store_that_is_too_small_is_refused() -> None:
+    from qfleet.runtime.ray_cluster import require_store
+
+    require_store([site("B", 2, store=2e6)], 1e6)
+    with pytest.raises(ConfigError, match=r"node B is too small: 3.0 MB .* it has 2.0 MB; start Ray there with"):
+        require_store([site("B", 2, store=2e6)], 3e6)
+
+
+def test_a_cluster_that_cannot_be_joined_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a Ray: nobody listens; somebody does, and Ray says what it says without a token or of other versions."""
+    import ray
+
+    from qfleet.runtime.ray_cluster import connect
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=rf"no Ray cluster answers at {address} .*is its head running"):
+            connect(address)
+        listening.listen()
+        says = ConnectionError("Failed to connect to Ray cluster")
+
+        def refused(**settings: Any) -> None:
+            raise says
+
+        monkeypatch.setattr(ray, "init", refused)
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "an old one")
+        with pytest.raises(ConfigError, match=r"could not join .* want another token \(set RAY_AUTH_TOKEN or"):
+            connect(address)
+        says = RuntimeError("Version mismatch: The cluster was started with: Ray: 2.50.0")
+        with pytest.raises(ConfigError, match=r"has other versions: .*Ray: 2.50.0; install the same on every node"):
+            connect(address)
+    with pytest.raises(ConfigError, match=r"of Ray's client: run qfleet on a node of the cluster, with --address auto"):
+        connect("ray://somewhere:10001")
+
+
+def test_nodes_that_differ_are_refused(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This node plays the other one."""
+    from qfleet.runtime import ray_cluster
+
+    (here,) = ray_cluster.sites()
+    ray_cluster.require_alike([here], [], None)
+    with pytest.raises(ConfigError, match=r"cannot play this environment: ModuleNotFoundError: .*no_such_env.*install"):
+        ray_cluster.require_alike([here], [], partial(importlib.import_module, "no_such_env"))
+    own = ray_cluster.versions()
+    monkeypatch.setattr(ray_cluster, "versions", lambda: {**own, "torch": "0.1"})
+    with pytest.raises(ConfigError, match=rf"has torch {re.escape(own['torch'])}, here 0.1: install the same versions"):
+        ray_cluster.require_alike([here], [], None)

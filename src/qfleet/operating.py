@@ -20,7 +20,17 @@ from qfleet.runtime.ownership import Owner, Sight
 State = Literal["running", "finished", "stopped", "failed", "dead"]
 Record = dict[str, Any]
 BEGINNINGS, ENDINGS = ("started", "resumed"), ("finished", "stopped", "failed")
-FAULTS = ("skipped_update", "environment", "standstill", "restarted", "fewer", "unsaved", "unwritten", "damaged", "mended")
+FAULTS = (
+    "skipped_update",
+    "environment",
+    "standstill",
+    "restarted",
+    "fewer",
+    "unsaved",
+    "unwritten",
+    "damaged",
+    "mended",
+)
 """Kinds of notices that tell of something that went wrong; deaths are events of their own."""
 _DEPTH = 3
 """How far below a folder its runs may lie: those of several seeds have a folder of their own."""

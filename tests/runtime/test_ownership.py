@@ -6,12 +6,13 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
@@ -155,7 +156,21 @@ def test_signs_of_life_come_and_a_request_is_told_until_it_is_heard(tmp_path: Pa
     assert heard == [f"{ownership._user()}@{HERE}"] * 2
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.fixture
+def heeding() -> Iterator[None]:
+    """Ctrl-C as a terminal's programs know it, whoever has started the tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeding")
+def test_a_request_that_ctrl_c_would_not_reach_is_not_taken_for_heeded():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert not ownership.interrupt_main_thread()
+
+
+@pytest.mark.usefixtures("quick", "heeding")
 def test_a_request_is_a_ctrl_c_to_whoever_uses_a_run_in_the_main_thread(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
 

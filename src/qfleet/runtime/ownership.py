@@ -175,7 +175,9 @@ class Ownership:
 
 
 def interrupt_main_thread() -> bool:
-    """Do what Ctrl-C does, from any thread; returns True."""
+    """Do what Ctrl-C does, from any thread; returns False where that does nothing, as in what a shell began with `&`."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        return False
     main = threading.main_thread().ident
     assert main is not None
     signal.pthread_kill(main, signal.SIGINT)

@@ -175,7 +175,7 @@ class Ownership:
 
 
 def interrupt_main_thread() -> bool:
-    """Do what Ctrl-C does, from any thread; returns False where that does nothing, as in what a shell began with `&`."""
+    """Do what Ctrl-C does, from any thread; returns False where that does nothing, as in what a shell began with &."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         return False
     main = threading.main_thread().ident

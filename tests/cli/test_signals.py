@@ -40,12 +40,17 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+NUMBERS = {"ctrl-c": signal.SIGINT, "sigterm": signal.SIGTERM}
+ORDINARY = ("training ctrl-c", "training sigterm", "starting sigterm", "workers ctrl-c")
+
+
 @pytest.mark.parametrize(
-    ("flags", "moment", "seconds"),
+    ("flags", "moment", "seconds", "number"),
     [
-        *(pytest.param(*case, id=name) for name, case in CASES.items()),
-        *(pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in MORE.items()),
+        pytest.param(*case, number, id=name, marks=() if name in ORDINARY else pytest.mark.slow)
+        for what, case in {**CASES, **MORE}.items()
+        for signal_name, number in NUMBERS.items()
+        for name in [f"{what} {signal_name}"]
     ],
 )
 def test_a_signal_ends_a_run_soon_and_cleanly(

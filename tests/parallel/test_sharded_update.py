@@ -78,18 +78,21 @@ def test_two_ranks_equal_one(job: Job, two_ranks: Results) -> None:
     check(job, two_ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("sharded")
 @pytest.mark.parametrize("job", THREE_RANKS, ids=str)
 def test_three_ranks_whose_rows_are_not_even_equal_one(job: Job, three_ranks: Results) -> None:
     check(job, three_ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("sharded")
 @pytest.mark.parametrize("job", FOUR_RANKS, ids=str)
 def test_shards_of_tensor_parts_equal_one_rank(job: Job, four_ranks: Results) -> None:
     check(job, four_ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("sharded")
 def test_checkpoint_of_sharded_groups_is_continued_by_one_rank(four_ranks: Results, folder: Path) -> None:
     state, count = load_state(folder)

@@ -77,7 +77,7 @@ def test_two_loops_learn_cartpole():
     assert summary["eval"]["mean"] > 40
 
 
-@pytest.mark.parametrize("name", ["minatar:breakout", "cartpole"])
+@pytest.mark.parametrize("name", [pytest.param("minatar:breakout", marks=pytest.mark.slow), "cartpole"])
 def test_trap_15_a_group_cut_and_resumed_equals_uncut(name, tmp_path):
     first = api.train(group(name), seed=5, run_dir=tmp_path / "cut", callbacks=stop_at(700))
     assert first.summary["stopped_by"] == "callback"

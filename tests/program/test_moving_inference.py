@@ -115,7 +115,8 @@ def numbered(folder: Path, env_steps: int, **changes: Any) -> Experiment:
 
 
 @pytest.mark.usefixtures("flipping")
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_nothing_is_lost_when_server_and_actors_are_killed_at_the_change(seed, tmp_path, monkeypatch):
     killer = KillsAtChanges(kills=5, seed=seed)
     found, deaths = test_kills.survive(numbered(tmp_path, 16_000), tmp_path, monkeypatch, killer)

@@ -45,7 +45,7 @@ def cut_points(name: str, count: int) -> list[int]:
     return [rng.randrange(1, experiment_of(name).env_steps) for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", ["dqn", "rainbow", "r2d2", "pqn", "pong"])
+@pytest.mark.parametrize("name", ["dqn", "rainbow", "r2d2", "pqn", pytest.param("pong", marks=pytest.mark.slow)])
 def test_trap_15_cut_and_resumed_equals_uncut(name, tmp_path):
     for number, cut in enumerate(cut_points(name, 2)):
         assert_cut_equals_uncut(name, cut, tmp_path / str(number))

@@ -10,9 +10,9 @@ export OMP_NUM_THREADS ?= 1
 train: $(INSTALLED)  ## Train the cartpole preset with a live panel.
 	$(BIN)/qfleet train cartpole
 
-# Four workers for two cores: many tests wait for processes that they killed or stopped.
+# Three workers for two cores: many tests wait for processes that they killed or stopped.
 test: check docs  ## Every check and every test but the long matrices.
-	$(BIN)/python -m pytest -m "not slow" -n 4 --dist loadgroup
+	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadgroup
 
 test-all: check docs  ## Every test: kills, seeds, cut points, all algorithms.
 	QFLEET_EXAMPLES=searching $(BIN)/python -m pytest -n 2 --dist loadgroup

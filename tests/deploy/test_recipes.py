@@ -57,4 +57,10 @@ def test_every_way_to_start_ray_has_a_token():
         assert "token" in text.lower(), path
         for line in text.splitlines():
             if re.search(r"ray start .*--(head|address)", line):
-                assert "RAY_AUTH_TOKEN" in line or path.suffix == ".sh", line
+                assert "RAY_AUTH_MODE=token" in line, line
+
+
+def test_the_launcher_takes_the_token_to_every_machine_as_a_file_that_no_command_names():
+    """A variable of the one who launches would be empty there."""
+    assert documents("launcher.yaml")[0]["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}
+    assert "$RAY_AUTH_TOKEN" not in (DEPLOY / "launcher.yaml").read_text()

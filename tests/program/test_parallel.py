@@ -38,8 +38,7 @@ PLANS: dict[str, Any] = {
         for kind in ("fp16", "bf16", "int8", "sign", "powersgd")
     },
 }
-ORDINARY = ("data 2", "tensor 2", "topk")
-"""Others are trained, and not resumed, by the tests of the documentation's commands."""
+ORDINARY = ("data 2", "tensor 2", "pipeline 2", "sharded", "local", "topk")
 
 
 def last_record(run: api.Run) -> dict[str, Any]:

@@ -202,7 +202,7 @@ class GradientWorker(Role):
         """Without a batch: publish what is new, end when none will come, else wait for one."""
         publishing = self._publishing
         wait = 0.0 if publishing is None else publishing.too_soon()
-        if wait <= 0 and publishing is not None and publishing.publish():
+        if publishing is not None and publishing.publish():
             return WORKED
         if self._feed.exhausted():
             return self._finish()

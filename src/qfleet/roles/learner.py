@@ -155,8 +155,8 @@ class Learner(Role):
         if self._account(wait=True):  # with nothing else to do, wait for the device
             self._send_priorities()
             return WORKED
-        wait = self._too_soon()
-        if wait <= 0 and self._publish():
+        wait = 0.0 if self._publishing is None else self._publishing.too_soon()  # first: it may be over meanwhile
+        if self._publish():
             return WORKED
         if self._feed.exhausted():
             return self._finish()
@@ -170,8 +170,7 @@ class Learner(Role):
         self._send_priorities()
         if self._batches_seen // period > before // period:
             self._meet()
-            if self._too_soon() <= 0:
-                self._publish()
+            self._publish()
             if self._joining is not None and self._joining.agreed(self._commit_due()):
                 self._commit()
 
@@ -183,9 +182,6 @@ class Learner(Role):
                 self._name_skips(self._joining)
         self._met = self._batches_seen
 
-    def _too_soon(self) -> float:
-        return 0.0 if self._publishing is None else self._publishing.too_soon()
-
     def _name_skips(self, joining: Joining) -> None:
         """Name the updates that other ranks skipped since the last meeting: only the first can tell of them."""
         before, self._skips_told = self._skips_told, self._skipped
@@ -194,7 +190,7 @@ class Learner(Role):
             self._notice("skipped_update", text)
 
     def _publish(self) -> bool:
-        """Publish the weights unless the newest are out already, or are in pieces until the ranks meet again."""
+        """Publish the weights unless that is not due, or they are in pieces until the ranks meet again."""
         in_pieces = self._setup.parallel.in_pieces and self._met < self._batches_seen
         return self._publishing is not None and not in_pieces and self._publishing.publish()
 

@@ -50,8 +50,8 @@ class Publishing:
         """What the rewards of the last batch were divided by."""
 
     def publish(self) -> bool:
-        """Publish the weights unless the newest are out already."""
-        if self._published == self._version():
+        """Publish the weights unless the newest are out already, or it is too soon."""
+        if self._published == self._version() or self.too_soon() > 0:
             return False
         began = time.monotonic()
         self._send(snapshot(self._update.flat, self._version(), self._shown.env_steps.total()))

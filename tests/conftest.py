@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing.forkserver
 import os
 import shutil
 import signal
@@ -29,6 +30,21 @@ atexit.register(shutil.rmtree, _shared, ignore_errors=True)
 
 # What a developer's own `qfleet probe` found must not change the tests.
 os.environ["QFLEET_CACHE"] = tempfile.mkdtemp()
+
+
+WHOLE_RUNS = ("qfleet.program", *(f"torch.distributed.{part}" for part in ("pipelining", "fsdp", "tensor.parallel")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forkserver_for_whole_runs() -> Iterator[None]:
+    """Let the one forkserver of a test process import what whole runs need, whichever test is the first to start it.
+
+    Otherwise every child of every later run imports it again: most of what the tests of whole runs would cost.
+    """
+    chosen = multiprocessing.forkserver.set_forkserver_preload
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing.forkserver, "set_forkserver_preload", lambda names: chosen([*names, *WHOLE_RUNS]))
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the marks

@@ -5,9 +5,9 @@
 
 `--beside` plays so many games with ale-py's vector alone, on all cores and with random actions, in turns with training,
 whose processes are stopped meanwhile: machines that others use too change their pace from minute to minute. Training's
-share is the median of what each of its stretches made of the two raw ones around it. The recipe `fast` is for
-wall-clock; `dopamine` is the DQN that Dopamine publishes curves of, for 10M frames. `train_return` is the mean of the
-training episodes that ended last.
+share is the median of what each of its stretches made of the two raw ones around it. The recipe `fast` is the preset
+`atari-fast`; `dopamine` is `atari`, the DQN that Dopamine publishes curves of, for 10M frames. `train_return` is the
+mean of the training episodes that ended last.
 """
 
 from __future__ import annotations
@@ -41,28 +41,20 @@ MACHINE: dict[str, Any] = {
     "inference.device": "cuda",
     "inference.deadline_ms": 0.5,
     "replay.storage.kind": "ram",
-    "replay.capacity": 500_000,
-    "learner.learning_starts": 20_000,
     "checkpoint.every": 100_000_000,
     "evaluation": {"every": 250_000, "episodes": 10, "envs": 10, "test_episodes": 10, "in_a_row": 1, "epsilon": 0.001},
 }
 TRAINED_S, RAW_S = 6.0, 2.0
 """Seconds of each turn."""
+WARM = 40_000
+"""Steps before the first turn."""
+PRESETS = {"fast": "atari-fast:", "dopamine": "atari:"}
 RECIPES: dict[str, dict[str, Any]] = {
-    "fast": {
-        "agent.n_step": 3,
-        "agent.double": True,
-        "agent.target.period": 500,
-        "learner.updates_per_draw": 16,
-        "optim.lr": 1e-4,
-        "exploration.steps": 200_000,
-        "env_steps": 6_000_000,
-    },
+    "fast": {},
     "dopamine": {
         "learner.updates_per_draw": 16,
         "env_steps": 2_500_000,
         "evaluation.every": 500_000,
-        "replay.capacity": 1_000_000,
     },
 }
 
@@ -136,7 +128,7 @@ def train(game: str, settings: dict[str, Any], seed: int, limit: float, turns: I
 
     with tempfile.TemporaryDirectory() as folder:
         run = api.train(
-            with_changes(preset(f"atari:{game}"), settings), seed=seed, run_dir=Path(folder) / "run",
+            with_changes(preset(game), settings), seed=seed, run_dir=Path(folder) / "run",
             callbacks=Callbacks(on_step=on_step, on_evaluation=on_evaluation),
         )  # fmt: skip
         records = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
@@ -181,9 +173,9 @@ def main() -> None:
     settings = {**MACHINE, **RECIPES[options.recipe], "evaluation.target": options.target, **given}
     games = RawGames(options.game, options.beside) if options.beside else None
     for seed in options.seeds:
-        turns = InTurns(games, 2 * settings["learner.learning_starts"]) if games else None
+        turns = InTurns(games, WARM) if games else None
         psutil.cpu_percent()
-        result = train(options.game, settings, seed, options.limit, turns)
+        result = train(PRESETS[options.recipe] + options.game, settings, seed, options.limit, turns)
         result |= {"cores": os.cpu_count(), "cores_busy": psutil.cpu_percent() / 100}
         if turns:
             result |= {"raw": turns.raw, "trained": turns.trained, "share_of_raw": float(np.median(turns.shares()))}

@@ -114,16 +114,18 @@ def _measured(
     return measured
 
 
-def _feed(experiment: Experiment, spec: EnvSpec, code: UserCode) -> Callable[[], FeedCost] | None:
-    """Return what times a GPU's learner as processes feed it; None for agents that it does not work ahead for."""
+def _feed(experiment: Experiment, spec: EnvSpec, code: UserCode) -> Callable[[int], FeedCost] | None:
+    """Return what times a GPU's learner as processes feed it, by updates for each draw.
+
+    None for agents that it does not work ahead for.
+    """
     if not isinstance(experiment.agent, ReplayAgent) or experiment.agent.memory is not None:
         return None
 
-    def timed() -> FeedCost:
-        placed = with_changes(
-            experiment,
-            {"placement": "processes", "device": "cuda", "actors": 1, "learners": 1, "parallel": ParallelConfig()},
-        )
+    def timed(updates: int) -> FeedCost:
+        alone = {"actors": 1, "learners": 1, "parallel": ParallelConfig()}
+        drawn = {"learner.updates_per_draw": updates}
+        placed = with_changes(experiment, {"placement": "processes", "device": "cuda", **alone, **drawn})
         return feed_cost(learner_setup(placed, spec, code, None), placed.replay, mirrored(placed, spec))
 
     return timed

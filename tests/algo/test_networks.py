@@ -119,6 +119,17 @@ def test_nature_network_has_the_published_size():
     assert len(parameters(network)) == 8224 + 32832 + 36928 + 1606144 + 3078
 
 
+def test_glorots_beginning_fills_its_bounds_and_leaves_nothing_in_the_biases():
+    network = build_network(NatureConfig(initialisation="glorot"), ReplayAgent(), PIXELS, seed=1)
+    layers = [module for module in network.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    assert len(layers) == 5
+    for layer in layers:
+        inputs, outputs = (layer.weight[0].numel(), layer.weight[:, 0].numel())
+        bound = (6 / (inputs + outputs)) ** 0.5
+        assert 0.95 * bound < layer.weight.abs().max() <= bound
+        assert not layer.bias.any()
+
+
 def test_building_is_deterministic_and_leaves_the_global_stream_alone():
     torch.manual_seed(5)
     before = torch.get_rng_state()

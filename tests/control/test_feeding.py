@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from plan_cases import GIB, US, experiment, measurements, resources
 
 import qfleet.planning as planning
-from qfleet.control import pieces
+from qfleet.control import machine, pieces
 from qfleet.control.feeding import FeedCost, feed_cost
 from qfleet.control.measurements import LearnerCost
 from qfleet.control.planner import make_plan
@@ -86,3 +87,44 @@ def test_frames_are_stored_as_they_are_for_a_gpu_where_memory_abounds(monkeypatc
     assert stored(pong, monkeypatch, fixed={"replay.storage.kind"}) == "lz4"
     assert stored(with_changes(pong, {"device": "cpu"}), monkeypatch) == "lz4"
     assert stored(with_changes(pong, {"replay.storage.kind": "mapped"}), monkeypatch) == "mapped"
+
+
+def drawing(at_once: float) -> Any:
+    """Costs of a machine whose GPU learns in so many microseconds a step when sixteen batches are drawn at once."""
+    single = LearnerCost(device="cuda", threads=1, seconds=300 * US)
+    together = single.replace(updates_per_draw=16, seconds=at_once * US)
+    return measurements(env=10 * US, act=10 * US, replay=1 * US, learners=(single, together))
+
+
+@pytest.mark.parametrize(
+    ("at_once", "fixed", "drawn"),
+    [(40.0, set(), 16), (299.0, set(), None), (40.0, {"learner.updates_per_draw"}, None)],
+    ids=["the learner holds the run up", "nothing is gained", "the user has decided"],
+)
+def test_batches_are_drawn_at_once_only_where_the_run_gains_by_it(at_once: float, fixed: set[str], drawn: Any) -> None:
+    plan = make_plan(experiment(), drawing(at_once), resources(gpu="a GPU"), {"placement", *fixed})
+    assert plan.settings.get("learner.updates_per_draw") == drawn
+    assert ("learner.updates_per_draw" in plan.reasons) == (drawn is not None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tried"),
+    [
+        ({}, [1, 16]),
+        ({"learner.updates_per_draw": 32}, [32]),
+        ({"replay.sampler": {"kind": "prioritised"}}, [1]),
+        ({"env_steps": 20_060}, [1]),
+    ],
+    ids=["by default", "more already", "priorities would be late", "the run is too short"],
+)
+def test_a_gpu_is_timed_with_every_number_of_draws_that_is_allowed(changes: dict[str, Any], tried: list[int]) -> None:
+    asked: list[int] = []
+
+    def feed(updates: int) -> FeedCost:
+        asked.append(updates)
+        return FeedCost(store=1 * US, draw=1 * US, message=1 * US, update=100 * US / updates)
+
+    run, first = with_changes(preset("atari:pong"), changes), SimpleNamespace(updates=0.25)
+    found = list(machine._on_gpu(None, run, first, feed))
+    assert asked == tried == [cost.updates_per_draw for cost in found]
+    assert [cost.seconds for cost in found] == [pytest.approx(25 * US / updates) for updates in tried]

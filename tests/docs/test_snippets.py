@@ -112,7 +112,7 @@ def test_the_algorithms_of_the_docs_are_all_of_them() -> None:
 def test_the_presets_of_the_quickstart_are_all_of_them_with_their_targets() -> None:
     from qfleet.presets.registry import PREFIXES, PRESETS
 
-    rows = dict(re.findall(r"^\| `([\w:]+)` \| (.*) \|$", (DOCS / "quickstart.md").read_text(), re.M))
+    rows = dict(re.findall(r"^\| `([\w:-]+)` \| (.*) \|$", (DOCS / "quickstart.md").read_text(), re.M))
     assert set(rows) == {*PRESETS, *(f"{prefix}:{what}" for prefix, (what, _) in PREFIXES.items()), "module:function"}
     for name, build in PRESETS.items():
         if target := re.search(r"target (-?\d+)", rows[name]):

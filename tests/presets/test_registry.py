@@ -41,7 +41,7 @@ def test_every_preset_reloads_from_its_own_yaml(name, tmp_path):
 
 def test_describe_has_one_line_for_each_preset_and_form():
     lines = describe()
-    assert set(lines) == {*PRESETS, "minatar:GAME", "atari:GAME", "gym:ID"}
+    assert set(lines) == {*PRESETS, "minatar:GAME", "atari:GAME", "atari-fast:GAME", "gym:ID"}
     assert all(line and "\n" not in line for line in lines.values())
 
 

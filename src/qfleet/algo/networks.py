@@ -7,6 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.parametrize import is_parametrized
 
 from qfleet.algo.agent import AgentConfig, ReplayAgent, RolloutAgent, TabularAgent
 from qfleet.algo.heads import (
@@ -24,7 +25,15 @@ from qfleet.algo.heads import (
 )
 from qfleet.algo.layers import Dropout, NoisyLinear
 from qfleet.algo.recurrent import Memory, unscaled
-from qfleet.algo.torsos import CategoryIndex, DeepConfig, NetworkConfig, TabularConfig, Torso, TorsoFactory
+from qfleet.algo.torsos import (
+    CategoryIndex,
+    DeepConfig,
+    NatureConfig,
+    NetworkConfig,
+    TabularConfig,
+    Torso,
+    TorsoFactory,
+)
 from qfleet.core.errors import ConfigError
 from qfleet.core.seeding import sequence, torch_stream
 from qfleet.core.spec import EnvSpec
@@ -171,6 +180,8 @@ def build_network(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(sequence(seed, "network").generate_state(1)[0]))
         network = QNetwork(config, agent, spec, custom)
+        if isinstance(config, NatureConfig) and config.initialisation == "glorot":
+            network.apply(_begin_as_glorot)
     network.set_generator(torch_stream(seed, "network", purpose="layers"))
     return network
 
@@ -184,6 +195,14 @@ def foreign_randomness(network: nn.Module) -> str:
         f"the network has torch's own {', '.join(sorted(kinds))}, whose random numbers are not the run's: it will not"
         " repeat or resume to the byte; qfleet.algo.layers.Dropout would"
     )
+
+
+def _begin_as_glorot(module: nn.Module) -> None:
+    if not isinstance(module, nn.Linear | nn.Conv2d) or is_parametrized(module, "weight"):
+        return  # noisy layers have a beginning of their own; a bound on the norm takes any scale away
+    nn.init.xavier_uniform_(module.weight)
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)
 
 
 def _build_head(config: DeepConfig, agent: AgentConfig, features: int, actions: int) -> Head:

@@ -54,6 +54,9 @@ class NatureConfig(_LayersConfig):
     """Width of the hidden layer after the convolutions (of each stream of a dueling head), 0 for none."""
     spectral_norm: bool = False
     """Bound the spectral norm of the convolutions by 1."""
+    initialisation: Literal["torch", "glorot"] = "torch"
+    """How weights begin: as torch makes them, or as Glorot and Bengio (2010) with biases of 0, which makes those of
+    dense layers about twice as large."""
 
 
 class ImpalaConfig(_LayersConfig):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -25,6 +25,7 @@ from qfleet.control.pieces import (
 from qfleet.control.prediction import Arrangement, rows_of_message
 from qfleet.control.resources import Resources
 from qfleet.control.rig import Build, core_share, play, play_beside, running
+from qfleet.core.errors import ConfigError
 from qfleet.core.spec import EnvSpec
 from qfleet.core.usercode import UserCode
 from qfleet.experiment import Experiment, with_changes
@@ -42,6 +43,8 @@ SIZES = (1.0, 0.25, 4.0)
 """Numbers of environments that are timed, as multiples of the experiment's; the likeliest first."""
 THREADS_PAY_S = 1e-3
 """Updates shorter than this are not shared among threads: handing the work out takes as long."""
+AT_ONCE = 16
+"""Updates whose batches may be drawn at once for a GPU."""
 ROWS = 100_000
 """The replay of a measurement is no larger."""
 FOREVER = 2**60
@@ -68,6 +71,7 @@ class Costs:
 
 
 Say = Callable[[str], object]
+Feed = Callable[[int], FeedCost]
 
 
 def measure(
@@ -77,11 +81,12 @@ def measure(
     resources: Resources,
     build: Build,
     say: Say,
-    feed: Callable[[], FeedCost] | None = None,
+    feed: Feed | None = None,
 ) -> Measurements:
     """Return what the experiment costs here, after at most about `LIMIT_S` seconds. `build` makes a rig.
 
-    `feed` times a GPU's learner as processes feed it; None where the run in one process is to speak for it.
+    `feed` times a GPU's learner as processes feed it, with so many updates for each draw; None where the run in one
+    process is to speak for it.
     """
     began, envs = time.perf_counter(), experiment.actor.envs
     costs: dict[int, Costs] = {}
@@ -134,7 +139,7 @@ def _wake(build: Build, experiment: Experiment, measured: Measurements, alone: C
     messages, batches = beside.steps / rows, beside.updates if alone.replay else 0
     packing = messages * at(measured.experience_message, rows) + batches * measured.batch_message
     extra = beside.cpu - own - beside.steps * alone.beside - packing
-    return max(0.0, extra) / max(2 * messages + 2 * batches, 1.0)
+    return max(0.0, extra) / max(2 * messages + 2 * batches / experiment.learner.updates_per_draw, 1.0)
 
 
 def key_of(experiment: Experiment, code: UserCode, resources: Resources, versions: Mapping[str, str]) -> dict[str, Any]:
@@ -202,36 +207,52 @@ def _learners(
     resources: Resources,
     first: Costs,
     began: float,
-    feed: Callable[[], FeedCost] | None,
+    feed: Feed | None,
 ) -> tuple[LearnerCost, ...]:
     """Return what learning costs with each device and number of threads that may pay."""
-    found = []
+    found, drawn = [], experiment.learner.updates_per_draw
     if experiment.device != "cuda":
-        found.append(LearnerCost(device="cpu", threads=1, seconds=first.update * first.updates))
+        alone = LearnerCost(device="cpu", threads=1, updates_per_draw=drawn, seconds=first.update * first.updates)
+        found.append(alone)
         doubled = takewhile(lambda threads: threads <= resources.cores, (2**power for power in range(1, 16)))
         for threads in sorted({*doubled, experiment.threads} - {1}):
             if first.update <= THREADS_PAY_S or _late(began):
                 break
             cost = _timed(build, _arranged(experiment, threads=threads))
-            found.append(LearnerCost(device="cpu", threads=threads, seconds=cost.update * cost.updates))
+            found.append(alone.replace(threads=threads, seconds=cost.update * cost.updates))
     if resources.gpu and experiment.device != "cpu":
-        found.append(_on_gpu(build, experiment, first, feed))
+        found += _on_gpu(build, experiment, first, feed)
     return tuple(found)
 
 
-def _on_gpu(build: Build, experiment: Experiment, first: Costs, feed: Callable[[], FeedCost] | None) -> LearnerCost:
-    """Return what learning costs on a GPU."""
+def _on_gpu(build: Build, experiment: Experiment, first: Costs, feed: Feed | None) -> Iterator[LearnerCost]:
+    """Yield what learning costs on a GPU, for each number of batches that may be drawn at once."""
+    drawn = experiment.learner.updates_per_draw
     if feed is None:
         cost = _timed(build, _arranged(experiment, device="cuda"))
-        return LearnerCost(device="cuda", threads=1, seconds=cost.update * cost.updates)
-    fed = feed()
-    return LearnerCost(
-        device="cuda",
-        threads=1,
-        seconds=fed.update * first.updates,
-        replay=fed.store + fed.draw * first.updates,
-        batch_message=fed.message,
-    )
+        yield LearnerCost(device="cuda", threads=1, updates_per_draw=drawn, seconds=cost.update * cost.updates)
+        return
+    for updates in (drawn, AT_ONCE) if drawn < AT_ONCE and _may_draw_at_once(experiment) else (drawn,):
+        fed = feed(updates)
+        yield LearnerCost(
+            device="cuda",
+            threads=1,
+            updates_per_draw=updates,
+            seconds=fed.update * first.updates,
+            replay=fed.store + fed.draw * first.updates,
+            batch_message=fed.message,
+        )
+
+
+def _may_draw_at_once(experiment: Experiment) -> bool:
+    """Return whether several batches at once are allowed, and change nothing but when they are drawn."""
+    if experiment.replay.sampler.kind != "uniform":
+        return False  # priorities would be written back later
+    try:
+        with_changes(experiment, {"learner.updates_per_draw": AT_ONCE})
+    except ConfigError:
+        return False
+    return True
 
 
 def _steps_elsewhere(experiment: Experiment) -> bool:

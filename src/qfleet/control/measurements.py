@@ -23,12 +23,14 @@ class LearnerCost(Config):
     """Where updates are computed."""
     threads: int = Field(gt=0)
     """How many threads compute them."""
+    updates_per_draw: int = Field(1, gt=0)
+    """Updates whose batches are drawn at once."""
     seconds: float = Field(ge=0)
     """For each environment step: updates and the publishing of weights."""
     replay: float | None = Field(None, ge=0)
     """Storing and drawing for such a learner, for each environment step; None if it is as for any other."""
     batch_message: float | None = Field(None, ge=0)
-    """Packing, copying and unpacking a batch for it; None if it is as for any other."""
+    """Packing, copying and unpacking the batch of one update for it; None if it is as for any other."""
 
 
 class Measurements(Config):
@@ -55,7 +57,7 @@ class Measurements(Config):
     updates_per_step: float = Field(ge=0)
     """Gradient steps for each environment step."""
     batches_per_step: float = Field(ge=0)
-    """Messages from the replay to the learner for each environment step."""
+    """Batches from the replay to the learner for each environment step, several in one message or not."""
     experience_message: Curve
     """Packing, copying and unpacking the rows of one message, by how many they are."""
     batch_message: float = Field(ge=0)

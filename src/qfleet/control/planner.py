@@ -19,6 +19,7 @@ from qfleet.roles.inference_server import ServedInference
 ALIKE = 0.03
 """Of arrangements that are slower than the fastest by less, the most modest is taken."""
 UNROLLS = (1, 2, 4, 8, 16, 32, 64)
+DRAWN = "learner.updates_per_draw"
 ENVS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Environments of an actor that are considered, as multiples of the experiment's."""
 
@@ -71,7 +72,8 @@ def _best(experiment: Experiment, measured: Measurements, resources: Resources, 
 def _modesty(experiment: Experiment, way: Arrangement) -> tuple[float, ...]:
     """Return what orders arrangements of about the same speed: fewer roles first, then what changes a run least."""
     envs = abs(math.log(way.envs / experiment.actor.envs))
-    return (way.inference != "local", way.actors, envs, way.unroll, way.learner.threads, way.groups)
+    drawn, threads = way.learner.updates_per_draw, way.learner.threads
+    return (drawn, way.inference != "local", way.actors, envs, way.unroll, threads, way.groups)
 
 
 def _ways(
@@ -95,9 +97,11 @@ def _ways(
 
 def _learners(experiment: Experiment, measured: Measurements, fixed: Collection[str]) -> list[LearnerCost]:
     """Return the ways to learn that the user left open."""
+    drawn = experiment.learner.updates_per_draw
+    known = [one for one in measured.learners if one.updates_per_draw == drawn or DRAWN not in fixed]
     if "threads" not in fixed:
-        return list(measured.learners)
-    same = [one for one in measured.learners if one.threads == experiment.threads]
+        return known
+    same = [one for one in known if one.threads == experiment.threads]
     return same or [single_threaded(measured).replace(threads=experiment.threads)]
 
 
@@ -155,6 +159,8 @@ def _processes_plan(
     }
     if replaying(experiment):
         settings["actor.unroll"] = way.unroll
+    if way.learner.updates_per_draw != experiment.learner.updates_per_draw:
+        settings[DRAWN] = way.learner.updates_per_draw
     why = reasons(experiment, measured, resources, best)
     roles = _roles(experiment, best)
     if balanced(experiment) and not {"actors", "spare_actors"} & set(fixed):

@@ -66,7 +66,7 @@ def predict(experiment: Experiment, measured: Measurements, cores: float, way: A
     rows = rows_of_message(experiment, way)
     message = message_side(measured, rows) / rows
     sent = measured.batch_message if way.learner.batch_message is None else way.learner.batch_message
-    batch = (measured.wake + sent / 2) * measured.batches_per_step
+    batch = (measured.wake / way.learner.updates_per_draw + sent / 2) * measured.batches_per_step
     actor, cpu, inference = _acting(measured, way)
     actor, cpu = actor / way.envs + message, cpu / way.envs + message
     kept = measured.replay if way.learner.replay is None else way.learner.replay
@@ -116,9 +116,9 @@ def message_side(measured: Measurements, rows: int) -> float:
 
 
 def single_threaded(measured: Measurements) -> LearnerCost:
-    """Return the fastest way to learn with one thread, or the first one that was tried."""
+    """Return the fastest way to learn with one thread and the fewest batches at once, or the first that was tried."""
     single = [one for one in measured.learners if one.threads == 1]
-    return min(single or measured.learners[:1], key=lambda one: one.seconds)
+    return min(single or measured.learners[:1], key=lambda one: (one.updates_per_draw, one.seconds))
 
 
 def replaying(experiment: Experiment) -> bool:

@@ -62,6 +62,9 @@ def reasons(
         "inference": _sides(best) + _inference(measured, way),
         "device": _device(measured, way),
     }
+    drawn = way.learner.updates_per_draw
+    if drawn != experiment.learner.updates_per_draw:
+        found["learner.updates_per_draw"] = f"{drawn}: the GPU makes so many updates without waiting in between"
     if experiment.learners > 1:
         found["learners"] = f"{experiment.learners}, as asked for: together taken to be as fast as one"
     if replaying(experiment):
@@ -112,7 +115,8 @@ def _device(measured: Measurements, way: Arrangement) -> str:
     def words(one: LearnerCost) -> str:
         update = one.seconds / measured.updates_per_step if measured.updates_per_step else one.seconds
         threads = f", {one.threads} threads" if one.threads > 1 else ""
-        return f"{one.device}{threads}: {1e3 * update:.2f} ms an update"
+        drawn = f", {one.updates_per_draw} drawn at once" if one.updates_per_draw > 1 else ""
+        return f"{one.device}{threads}{drawn}: {1e3 * update:.2f} ms an update"
 
     others = [words(one) for one in measured.learners if one != way.learner]
     return words(way.learner) + (f" ({'; '.join(others)})" if others else "")

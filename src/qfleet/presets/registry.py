@@ -9,7 +9,7 @@ from typing import Any
 
 from qfleet.core.errors import ConfigError, QfleetError, did_you_mean
 from qfleet.experiment import Experiment
-from qfleet.presets.atari import atari
+from qfleet.presets.atari import atari, atari_fast
 from qfleet.presets.classic import acrobot, cartpole, lunarlander, mountaincar
 from qfleet.presets.minatar import minatar
 from qfleet.presets.registered import registered
@@ -27,6 +27,7 @@ PRESETS: dict[str, Callable[[], Experiment]] = {
 PREFIXES: dict[str, tuple[str, Callable[[str], Experiment]]] = {
     "minatar": ("GAME", minatar),
     "atari": ("GAME", atari),
+    "atari-fast": ("GAME", atari_fast),
     "gym": ("ID", registered),
 }
 """By prefix: what follows the colon, and the function that takes it."""
@@ -65,7 +66,12 @@ def describe() -> dict[str, str]:
     return {name: (inspect.getdoc(function) or "").partition("\n")[0] for name, function in functions.items()}
 
 
-_EXAMPLES = {"minatar": "minatar:breakout", "atari": "atari:pong", "gym": "gym:CartPole-v1"}
+_EXAMPLES = {
+    "minatar": "minatar:breakout",
+    "atari": "atari:pong",
+    "atari-fast": "atari-fast:pong",
+    "gym": "gym:CartPole-v1",
+}
 
 
 def _forms() -> dict[str, Callable[[str], Experiment]]:

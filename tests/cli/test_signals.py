@@ -41,7 +41,7 @@ MORE = {
 
 
 NUMBERS = {"ctrl-c": signal.SIGINT, "sigterm": signal.SIGTERM}
-ORDINARY = ("training ctrl-c", "training sigterm", "starting sigterm", "workers ctrl-c")
+ORDINARY = ("training ctrl-c", "starting sigterm")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,10 @@ def test_a_signal_ends_a_run_soon_and_cleanly(
         run.clean_up()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["sigterm", "sighup"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGTERM, id="sigterm"), pytest.param(signal.SIGHUP, id="sighup", marks=pytest.mark.slow)],
+)
 def test_a_run_ends_cleanly_when_all_its_processes_are_asked_to(number: signal.Signals, tmp_path: Path) -> None:
     """As `timeout` and service managers do it, or a terminal that is closed: no role may die of it."""
     run = Started(tmp_path / "run", PROCESSES)
@@ -108,13 +111,14 @@ def test_a_role_that_is_stopped_does_not_hold_up_the_end(kind: str, tmp_path: Pa
         run.clean_up()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("role", "flags", "number"),
     [
         pytest.param("evaluator-0", {}, signal.SIGTERM, id="evaluator"),
-        pytest.param("evaluator-0", {}, signal.SIGINT, id="evaluator-ctrl-c", marks=pytest.mark.slow),
-        pytest.param("evaluator-0", {"lockstep": "True"}, signal.SIGTERM, id="lockstep", marks=pytest.mark.slow),
-        pytest.param("actor-0", {}, signal.SIGTERM, id="actor", marks=pytest.mark.slow),
+        pytest.param("evaluator-0", {}, signal.SIGINT, id="evaluator-ctrl-c"),
+        pytest.param("evaluator-0", {"lockstep": "True"}, signal.SIGTERM, id="lockstep"),
+        pytest.param("actor-0", {}, signal.SIGTERM, id="actor"),
     ],
 )
 def test_an_environment_that_hangs_does_not_hold_up_the_end(
@@ -136,7 +140,8 @@ def test_an_environment_that_hangs_does_not_hold_up_the_end(
         run.clean_up()
 
 
-@pytest.mark.parametrize("flags", [pytest.param({}, marks=pytest.mark.slow), PROCESSES], ids=["inline", "processes"])
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [{}, PROCESSES], ids=["inline", "processes"])
 def test_a_second_signal_ends_a_run_at_once(flags: Flags, tmp_path: Path) -> None:
     run = Started(tmp_path / "run", flags | SAVING)
     try:

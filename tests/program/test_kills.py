@@ -177,6 +177,7 @@ def test_nothing_is_lost_when_one_of_two_shards_dies(tmp_path: Path, monkeypatch
     assert found.stored == found.sent
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_when_ray_actors_are_killed(
     ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,7 +127,8 @@ def test_nothing_is_lost_when_server_and_actors_are_killed_at_the_change(seed, t
 
 
 @pytest.mark.usefixtures("flipping")
-@pytest.mark.parametrize("groups", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 3])
 def test_nothing_is_lost_by_a_checkpoint_among_changes(groups, tmp_path):
     run = numbered(tmp_path, 10_000, **{"actor.groups": groups, "checkpoint.every": 1000})
     api.train(run, run_dir=tmp_path / "run", callbacks=stop_at(4900))

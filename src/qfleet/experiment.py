@@ -54,6 +54,23 @@ class TrackConfig(Config):
     """Address to which that port is bound; by default only this machine can reach it."""
 
 
+class ElasticConfig(Config):
+    """How far a run may grow and shrink while it trains: by `qfleet scale`, and by itself when nodes come and go."""
+
+    automatic: Literal["on", "off"] = "on"
+    """Whether actors are begun on Ray nodes that join, moved off those that are to go, and added where they hold the
+    learner up while cores are free; all within the limits below."""
+    min_actors: int = Field(1, gt=0, le=10_000)
+    """Actors that stay in any case."""
+    max_actors: int = Field(0, ge=0, le=10_000)
+    """Actors that there may be at most; 0 for as many as there are at first."""
+    max_learners: int = Field(0, ge=0, le=1024)
+    """Learner ranks that there may be at most; 0 for as many as there are at first."""
+    settle_s: float = Field(30.0, gt=0)
+    """Seconds that a node must have stayed, or actors been too few, before actors are added; and between two such
+    changes. What a person asks for, or a node that goes, does not wait."""
+
+
 class Experiment(Config):
     """Everything that decides what a run does; saved as config.yaml, from which the identical tree is loaded."""
 
@@ -117,6 +134,8 @@ class Experiment(Config):
     """How updates are made fast."""
     parallel: ParallelConfig = ParallelConfig()
     """How several learners share an update."""
+    elastic: ElasticConfig = ElasticConfig()
+    """How far the run may grow and shrink."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """When and how the agent is judged."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -145,8 +164,9 @@ class Experiment(Config):
         ordered = self.lockstep and self.placement != "inline"
         servers = self.inference.servers if isinstance(self.inference, ServedInference) else 0
         # Twice a sequence for each environment, since whole segments of rows are dropped.
-        sequences = 2 * (memory.burn_in + memory.length + 1) * self.all_actors * self.actor.envs if memory else 0
+        sequences = 2 * (memory.burn_in + memory.length + 1) * self.seats * self.actor.envs if memory else 0
         return [
+            *self._elastic_contradictions(),
             *self.parallel.contradictions(self.learners, learner.batch_size, replaying and not memory, self.placement),
             (self.agent.kind == "tabular" and self.network.kind != "tabular",
              f"agent.kind 'tabular' needs network.kind 'tabular', not '{self.network.kind}'"),
@@ -233,9 +253,34 @@ class Experiment(Config):
              "replay.sampler.initial 'actor' is for single transitions: agent.memory needs 'maximum'"),
             (self.replay.capacity < sequences,
              f"replay.capacity {self.replay.capacity} is too small for the sequences of agent.memory: its length and"
-             f" burn_in need {sequences} rows or more for {self.all_actors * self.actor.envs} environments"),
+             f" burn_in need {sequences} rows or more for {self.seats * self.actor.envs} environments"),
             (self.topology == "fused" and bool(self.why_not_fused),
              f"topology 'fused' {self.why_not_fused}"),
+        ]  # fmt: skip
+
+    def _elastic_contradictions(self) -> list[tuple[bool, str]]:
+        """Return what could be wrong with growing and shrinking, each with whether it is."""
+        elastic, parallel, learner = self.elastic, self.parallel, self.learner
+        most_actors, most = elastic.max_actors, elastic.max_learners
+        side_by_side = not self.in_turns and isinstance(self.agent, ReplayAgent)
+        plain = parallel.update.kind == "allreduce" and not parallel.in_pieces and parallel.compression.kind == "none"
+        return [
+            (0 < most_actors < self.all_actors,
+             f"elastic.max_actors {most_actors} is below the {self.all_actors} actors that the run begins with"),
+            (elastic.min_actors > self.actors,
+             f"elastic.min_actors {elastic.min_actors} exceeds actors {self.actors}"),
+            (most_actors > self.all_actors and not side_by_side,
+             f"elastic.max_actors {most_actors} needs agent.kind 'replay' and placement 'processes' or 'ray' without"
+             " lockstep"),
+            (0 < most < self.learners,
+             f"elastic.max_learners {most} is below learners {self.learners}"),
+            (most > self.learners and not (side_by_side and plain and self.placement == "processes"),
+             f"elastic.max_learners {most} is for whole networks that sum their gradients (parallel.update.kind"
+             " 'allreduce', no compression, no split), agent.kind 'replay' and placement 'processes' without lockstep"),
+            (most > self.learners and (learner.updates_per_draw > 1 or self.optim.schedule.kind == "plateau"),
+             f"elastic.max_learners {most} needs learner.updates_per_draw 1 and no optim.schedule.kind 'plateau'"),
+            (most > learner.batch_size,
+             f"elastic.max_learners {most} exceeds learner.batch_size {learner.batch_size}: some would have no work"),
         ]  # fmt: skip
 
     @property
@@ -296,6 +341,16 @@ class Experiment(Config):
         return self.actors + self.spare_actors
 
     @property
+    def seats(self) -> int:
+        """Actors that there may be at most."""
+        return max(self.all_actors, self.elastic.max_actors)
+
+    @property
+    def rank_seats(self) -> int:
+        """Learner ranks that there may be at most."""
+        return max(self.ranks, self.elastic.max_learners)
+
+    @property
     def why_not_fused(self) -> str:
         """What keeps this run from being one loop on one device, or several that learn as one; empty if nothing."""
         several, envs, batch = self.learners, self.actor.envs, self.learner.batch_size
@@ -307,6 +362,8 @@ class Experiment(Config):
             f"needs placement 'processes' or 'inline' for learners {several}, not 'ray'": self.placement == "ray",
             f"has one loop for each learner that also acts: actors {self.actors} is for a pipeline": self.actors > 1,
             "has no parameter servers": self.serving is not None,
+            "has a fixed number of loops: elastic.max_actors and elastic.max_learners are for a pipeline":
+                max(self.elastic.max_actors - self.actors, self.elastic.max_learners - several) > 0,
             "has whole networks, which parallel.tensor, parallel.pipeline and parallel.update.kind 'sharded' divide":
                 self.parallel.in_pieces,
             "keeps all of its loops: parallel.after_death 'fewer' is for a pipeline":

@@ -260,25 +260,22 @@ class Experiment(Config):
 
     def _elastic_contradictions(self) -> list[tuple[bool, str]]:
         """Return what could be wrong with growing and shrinking, each with whether it is."""
-        elastic, parallel, learner = self.elastic, self.parallel, self.learner
+        elastic, learner = self.elastic, self.learner
         most_actors, most = elastic.max_actors, elastic.max_learners
-        side_by_side = not self.in_turns and isinstance(self.agent, ReplayAgent)
-        plain = parallel.update.kind == "allreduce" and not parallel.in_pieces and parallel.compression.kind == "none"
         return [
             (0 < most_actors < self.all_actors,
              f"elastic.max_actors {most_actors} is below the {self.all_actors} actors that the run begins with"),
             (elastic.min_actors > self.actors,
              f"elastic.min_actors {elastic.min_actors} exceeds actors {self.actors}"),
-            (most_actors > self.all_actors and not side_by_side,
+            (most_actors > self.all_actors and not self.scalable,
              f"elastic.max_actors {most_actors} needs agent.kind 'replay' and placement 'processes' or 'ray' without"
              " lockstep"),
             (0 < most < self.learners,
              f"elastic.max_learners {most} is below learners {self.learners}"),
-            (most > self.learners and not (side_by_side and plain and self.placement == "processes"),
+            (most > self.learners and not self.regroupable,
              f"elastic.max_learners {most} is for whole networks that sum their gradients (parallel.update.kind"
-             " 'allreduce', no compression, no split), agent.kind 'replay' and placement 'processes' without lockstep"),
-            (most > self.learners and (learner.updates_per_draw > 1 or self.optim.schedule.kind == "plateau"),
-             f"elastic.max_learners {most} needs learner.updates_per_draw 1 and no optim.schedule.kind 'plateau'"),
+             " 'allreduce', no compression, no split), agent.kind 'replay', placement 'processes' without lockstep,"
+             " learner.updates_per_draw 1, and no optim.schedule.kind 'plateau'"),
             (most > learner.batch_size,
              f"elastic.max_learners {most} exceeds learner.batch_size {learner.batch_size}: some would have no work"),
         ]  # fmt: skip
@@ -339,6 +336,19 @@ class Experiment(Config):
     def all_actors(self) -> int:
         """Actors, those that begin asleep included."""
         return self.actors + self.spare_actors
+
+    @property
+    def scalable(self) -> bool:
+        """Whether actors may come and go while the run lasts."""
+        return not self.in_turns and isinstance(self.agent, ReplayAgent)
+
+    @property
+    def regroupable(self) -> bool:
+        """Whether the number of learner ranks may change while the run lasts."""
+        parallel = self.parallel
+        sums = parallel.update.kind == "allreduce" and not parallel.in_pieces and parallel.compression.kind == "none"
+        steady = self.learner.updates_per_draw == 1 and self.optim.schedule.kind != "plateau"
+        return self.scalable and sums and steady and self.placement == "processes"
 
     @property
     def seats(self) -> int:

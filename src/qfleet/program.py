@@ -423,9 +423,7 @@ def place(
         from qfleet.runtime.processes import ProcessPlacement
 
         spawned = _spawned(experiment)
-        return ProcessPlacement(
-            program.graph, spawn=spawned, threads=threads, background=behind, away=away, **revival
-        )
+        return ProcessPlacement(program.graph, spawn=spawned, threads=threads, background=behind, away=away, **revival)
     from qfleet.runtime.ray import RayPlacement
 
     return RayPlacement(

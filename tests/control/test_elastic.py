@@ -14,7 +14,7 @@ SETTLE_S = 30.0
 
 
 def policy(wanted: int = 2, most: int = 16, least: int = 1, learners: int = 1, automatic: bool = True) -> Elastic:
-    return Elastic(Limits(least, most, 4, SETTLE_S, automatic), wanted, learners)
+    return Elastic(Limits(least, most, 1, 4, SETTLE_S, automatic), wanted, learners)
 
 
 def node(name: str, actors: int, cores: float = 4.0, others: int = 0, draining: str = "") -> NodeSight:
@@ -139,6 +139,17 @@ def test_what_a_person_asks_for_is_done_at_once_and_holds() -> None:
     assert elastic.decide(later) == []
 
 
+def test_ranks_that_a_death_has_cost_come_back_only_when_a_person_says_so() -> None:
+    elastic = policy(learners=3)
+    assert elastic.decide(sight(0.0, node("here", 2), learners=3)) == []
+    assert elastic.decide(sight(1.0, node("here", 2), learners=2)) == []
+    elastic.take(Wish("ann@desk", learners=3))
+    for at in (2.0, 3.0):
+        assert moves(elastic.decide(sight(at, node("here", 2), learners=2))) == {"learners": (2, 3)}, "until it is done"
+    assert elastic.decide(sight(4.0, node("here", 2), learners=3)) == []
+    assert elastic.decide(sight(5.0, node("here", 2), learners=2)) == []
+
+
 def test_a_wish_beyond_the_room_is_refused_with_the_setting() -> None:
     elastic = policy(most=4)
     assert "--elastic.max_actors 5" in elastic.refusal(Wish("ann", actors=5))
@@ -155,7 +166,7 @@ steps = st.tuples(st.floats(0.1, 90.0), nodes, st.booleans(), st.booleans(), st.
 
 
 @given(st.integers(1, 4), st.integers(4, 12), st.booleans(), st.lists(steps, max_size=12))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_limits_hold_nodes_that_go_are_left_and_every_situation_comes_to_rest(
     least: int, most: int, automatic: bool, story: list[tuple[float, list, bool, bool, int | None]]
 ) -> None:
@@ -183,7 +194,7 @@ def test_limits_hold_nodes_that_go_are_left_and_every_situation_comes_to_rest(
 
 
 @given(nodes, st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_cluster_that_stays_as_it_is_is_changed_a_bounded_number_of_times(others: list, short: bool) -> None:
     elastic = policy(wanted=1, most=12)
     elastic.decide(sight(0.0, node("driver", 1)))

@@ -18,6 +18,7 @@ class Limits:
 
     min_actors: int
     max_actors: int
+    min_learners: int
     max_learners: int
     settle_s: float
     """Seconds that things must have been so before the policy adds anything by itself, and between two such changes."""
@@ -82,7 +83,7 @@ class Change:
 
 @dataclass
 class Elastic:
-    """The policy of one run. `wanted` is how many actors it should have in all."""
+    """The policy of one run. `wanted` is how many actors it should have in all, `learners` how many ranks."""
 
     limits: Limits
     wanted: int
@@ -97,6 +98,8 @@ class Elastic:
     """Who asked for the present number of actors; empty if nobody did."""
     _why: str = ""
     """Why the number or the place of actors was last changed."""
+    _regrouping: str = ""
+    """Why the number of learner ranks is to be changed; empty where it is not."""
     _short_since: float | None = None
     _calm_until: float = -math.inf
 
@@ -108,10 +111,10 @@ class Elastic:
                 f"actors {wish.actors}: this run has room for {limits.min_actors} to {limits.max_actors}; a run that"
                 f" shall grow further is begun with --elastic.max_actors {max(wish.actors, limits.max_actors)}"
             )
-        if wish.learners is not None and not 1 <= wish.learners <= limits.max_learners:
+        if wish.learners is not None and not limits.min_learners <= wish.learners <= limits.max_learners:
             return (
-                f"learners {wish.learners}: this run has room for 1 to {limits.max_learners}; a run that shall grow"
-                f" further is begun with --elastic.max_learners {max(wish.learners, limits.max_learners)}"
+                f"learners {wish.learners}: this run has room for {limits.min_learners} to {limits.max_learners}; a run"
+                f" that shall grow further is begun with --elastic.max_learners {max(wish.learners, 2)}"
             )
         return ""
 
@@ -120,7 +123,7 @@ class Elastic:
         if wish.actors is not None:
             self.wanted, self._asked, self._why, self._used = wish.actors, wish.by, f"asked for by {wish.by}", {}
         if wish.learners is not None:
-            self.learners, self._asked = wish.learners, wish.by
+            self.learners, self._regrouping = wish.learners, f"asked for by {wish.by}"
 
     def decide(self, sight: Sight) -> list[Change]:
         """Return what should change now; whoever does it shows the result in the next sight."""
@@ -131,9 +134,10 @@ class Elastic:
             for node in sight.nodes
             if targets[node.id] != node.actors
         ]
-        if self.learners != sight.learners:
-            reason = f"asked for by {self._asked}" if self._asked else "the group is to be whole again"
-            changes.append(Change("learner", "", sight.learners, self.learners, reason))
+        if self.learners == sight.learners:
+            self._regrouping = ""
+        elif self._regrouping:  # who is missing because of a death comes back when a person says so
+            changes.append(Change("learner", "", sight.learners, self.learners, self._regrouping))
         return sorted(changes, key=lambda change: change.after - change.before)  # who leaves makes room first
 
     def _look(self, sight: Sight) -> None:

@@ -198,6 +198,9 @@ class Scalable(Protocol):
     def present(self, kind: str) -> list[int]:
         """Return the indices of a kind's roles that are there and stay, in order."""
 
+    def absent(self, kind: str) -> list[int]:
+        """Return the indices of a kind's roles that could come now, in order."""
+
     def come(self, kind: str, indices: Sequence[int], machine: str) -> bool:
         """Begin roles that are away; returns False where their kind has come to its end."""
 

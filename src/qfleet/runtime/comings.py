@@ -70,6 +70,10 @@ class ComingsPlacement(RevivingPlacement):
         staying = [member for member in self.crew if member.name not in self._leaving]
         return sorted(member.report.index for member in staying if member.report.kind == kind)
 
+    def absent(self, kind: str) -> list[int]:
+        """Return the indices of a kind's roles that could come now, in order."""
+        return sorted(member.report.index for member in self._away.values() if member.report.kind == kind)
+
     def come(self, kind: str, indices: Sequence[int], machine: str) -> bool:
         """Begin roles that are away; returns False where their kind has come to its end."""
         if any(member.done for member in self.crew if member.report.kind == kind):

@@ -38,7 +38,7 @@ class Groups:
         """Let these be all of a kind that live and die together, in this order; the others are alone."""
         for name in (name for name, other in self._kinds.items() if other == kind):
             self._groups[name] = [name]
-        self._groups |= dict.fromkeys(members, list(members))
+        self._groups |= {name: list(members) for name in members}
 
     def leave(self, name: str) -> list[str]:
         """Take a role out of its group; returns those who are left."""

@@ -57,7 +57,8 @@ class ProcessPlacement(ComingsPlacement):
     """Runs each node of a graph in its own process.
 
     `spawn` names the kinds of roles that must not be forked; `threads` gives the threads of torch and OpenMP by kind,
-    one where not given. Kinds in `background` leave a core to any other that wants it; roles in `away` are not begun yet.
+    one where not given. Kinds in `background` leave a core to any other that wants it. Roles in `away` are not begun
+    yet.
     """
 
     name = "processes"

@@ -1,0 +1,92 @@
+"""Actors and learner ranks join and leave a run while it trains: nothing is lost, and every change is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from program_cases import short
+
+import qfleet.api as api
+import qfleet.session
+from qfleet.control.monitor import Callbacks
+from qfleet.program import place
+from qfleet.runtime import ownership
+
+SETTINGS: dict[str, Any] = {
+    "placement": "processes",
+    "network.hidden": [16],
+    "elastic.max_actors": 3,
+    "elastic.max_learners": 2,
+    "elastic.automatic": "off",
+    "checkpoint.every": 10**9,
+    "evaluation.every": 10**9,
+    "evaluation.target": None,
+}
+
+
+def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (run / "events.jsonl").read_text().splitlines()
+    return [event for line in lines if (event := json.loads(line))["event"] == kind]
+
+
+class Operator:
+    """Asks for other numbers when the run has come so many steps, each time the answer to the last one is there."""
+
+    def __init__(self, run: Path, *wishes: tuple[int, int | None, int | None]) -> None:
+        self.run, self.wishes, self.asked = run, list(wishes), 0
+        self.placement: Any = None
+        self.seen: list[tuple[list[int], list[int]]] = []
+
+    def on_step(self, metrics: dict[str, Any], stop: Callable[[], None]) -> None:
+        answers = len(events_of(self.run, "scaled"))
+        if answers > len(self.seen):
+            self.seen.append((self.placement.present("actor"), self.placement.present("learner")))
+        if self.wishes and metrics["env_steps"] >= self.wishes[0][0] and answers == self.asked:
+            _, actors, learners = self.wishes.pop(0)
+            ownership.request_scale(self.run, actors, learners)
+            self.asked += 1
+
+    def placed(self, *arguments: Any) -> Any:
+        self.placement = place(*arguments)
+        return self.placement
+
+
+@pytest.fixture
+def operated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[api.Run, Operator]]:
+    """Return a function that trains a short run under an operator."""
+    monkeypatch.setattr(ownership, "BEAT_S", 0.02)
+
+    def train(*wishes: tuple[int, int | None, int | None], **changes: Any) -> tuple[api.Run, Operator]:
+        operator = Operator(tmp_path / "run", *wishes)
+        monkeypatch.setattr(qfleet.session, "place", operator.placed)
+        experiment = short(**{**SETTINGS, **changes})
+        run = api.train(experiment, run_dir=operator.run, callbacks=Callbacks(on_step=operator.on_step))
+        return run, operator
+
+    return train
+
+
+def changes_of(run: api.Run) -> list[tuple[str, int, int]]:
+    return [(event["what"], event["before"], event["after"]) for event in events_of(run.dir, "elastic")]
+
+
+def owed(run: api.Run, starts: int = 200, period: int = 4) -> float:
+    return (run.summary["env_steps"] - starts) / period
+
+
+def test_actors_and_learners_join_and_leave_and_every_draw_is_learned_from_once(operated: Any) -> None:
+    run, operator = operated((500, 2, 2), (1800, 9, None), (1900, 1, 1), env_steps=3500)
+    assert operator.seen == [([0, 1], [0, 1]), ([0, 1], [0, 1]), ([0], [0])]
+    assert sorted(changes_of(run)) == [("actors", 1, 2), ("actors", 2, 1), ("learners", 1, 2), ("learners", 2, 1)]
+    assert all("asked for by " in event["text"] for event in events_of(run.dir, "elastic"))
+    answers = events_of(run.dir, "scaled")
+    assert [answer["applied"] for answer in answers] == [True, False, True]
+    assert "--elastic.max_actors 9" in answers[1]["text"]
+    assert events_of(run.dir, "restart") == [], "nobody died"
+    told = [event["text"] for event in events_of(run.dir, "notice") if event["kind"] in ("regrouped", "restarted")]
+    assert [text.partition("; ")[2] for text in told] == ["epoch 1, 2 ranks", "epoch 2, 1 ranks"]
+    assert owed(run) - 1 < run.summary["updates"] <= owed(run) + 1, "nothing was lost, nothing doubled"

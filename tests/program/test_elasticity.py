@@ -14,7 +14,7 @@ import qfleet.api as api
 import qfleet.session
 from qfleet.control.monitor import Callbacks
 from qfleet.program import place
-from qfleet.runtime import ownership
+from qfleet.runtime import checkpoint, ownership
 
 SETTINGS: dict[str, Any] = {
     "placement": "processes",
@@ -90,3 +90,48 @@ def test_actors_and_learners_join_and_leave_and_every_draw_is_learned_from_once(
     told = [event["text"] for event in events_of(run.dir, "notice") if event["kind"] in ("regrouped", "restarted")]
     assert [text.partition("; ")[2] for text in told] == ["epoch 1, 2 ranks", "epoch 2, 1 ranks"]
     assert owed(run) - 1 < run.summary["updates"] <= owed(run) + 1, "nothing was lost, nothing doubled"
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_with_those_who_were_there_and_who_was_away_can_come_back(
+    operated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its messages must not be taken for ones that the replay has already."""
+    run, operator = operated((500, 3, None), (1500, 1, None), env_steps=2500, actors=2)
+    assert operator.seen == [([0, 1, 2], [0]), ([0], [0])]
+    operator.wishes, operator.asked, operator.seen = [(2600, 3, 2)], 2, operator.seen[:2]
+    further = api.resume(run.dir, env_steps=6000, callbacks=Callbacks(on_step=operator.on_step))
+    assert changes_of(further)[-2:] in ([("actors", 1, 3), ("learners", 1, 2)], [("learners", 1, 2), ("actors", 1, 3)])
+    assert operator.seen[-1] == ([0, 1, 2], [0, 1])
+    assert owed(further) - 6 < further.summary["updates"] <= owed(further) + 6, "a resumed limiter forgives"
+    last = checkpoint.complete(run.dir / "checkpoints")[-1]
+    replay = checkpoint.read_state(last, "replay-0")["replay"]
+    assert replay["counts"]["duplicates"] == 0
+    again = api.resume(run.dir, env_steps=6600)
+    record = json.loads((again.dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {f"actor.{index}.busy" for index in range(3)} | {"learner.1.busy"} <= set(record), "they are all there again"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"replay.shards": 2, "actors": 2},
+        {"inference": {"kind": "served"}, "actors": 2},
+        {"replay.sampler": {"kind": "prioritised"}, "actors": 2},
+    ],
+    ids=["two shards", "served", "prioritised"],
+)
+def test_other_arrangements_grow_and_shrink_and_come_to_their_end(changes: dict[str, Any], operated: Any) -> None:
+    run, operator = operated((500, 3, 2), (2000, 1, 1), (2500, 2, 2), env_steps=4000, **changes)
+    assert operator.seen == [([0, 1, 2], [0, 1]), ([0], [0]), ([0, 1], [0, 1])]
+    assert events_of(run.dir, "restart") == []
+    assert owed(run) - 3 < run.summary["updates"] <= owed(run) + 1
+
+
+@pytest.mark.slow
+def test_actors_are_added_by_themselves_where_they_hold_the_learner_up(operated: Any) -> None:
+    slow = {"learner.train_period": 64.0, "elastic.automatic": "on", "elastic.settle_s": 1.0, "balance": "off"}
+    run, _ = operated(env_steps=200_000, **slow)
+    added = [event for event in events_of(run.dir, "elastic") if event["what"] == "actors"]
+    assert all(event["after"] == event["before"] + 1 and "the learner waits" in event["text"] for event in added)

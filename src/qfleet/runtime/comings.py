@@ -25,6 +25,8 @@ _DRAIN_S = 30.0
 """How long a group may take to use up what was sent to it before it is formed anew."""
 _PARTING_S = 10.0
 """How long a role may take to leave before it is killed."""
+_STUCK_S = 0.2
+"""How long nothing may have moved before one more message is let through to a group that is to be formed anew."""
 _ROUNDS = 100
 """Steps in which a paused role comes to rest."""
 _AWAY = "away"
@@ -100,9 +102,9 @@ class ComingsPlacement(RevivingPlacement):
         What is on its way to them is used up first: `rest` is the reason for which they are then idle. All roles stand
         still meanwhile. Returns False if it cannot be done now.
         """
-        held = [edge for node in self._of(kind) for edge in self._inlets(node)]
+        held = [stem for node in self._of(kind) for stem in self._inlets(node)]
         for stem in held:
-            hold(stem, True)
+            hold(stem, 0)
         try:
             if not self._drained(kind):
                 return False
@@ -114,7 +116,7 @@ class ComingsPlacement(RevivingPlacement):
             self._form(kind, size)
         finally:
             for stem in held:
-                hold(stem, False)
+                hold(stem, None)
         self._await("built", self._members(kind))
         return True
 
@@ -190,14 +192,42 @@ class ComingsPlacement(RevivingPlacement):
             desert(stem, deserted)
 
     def _drained(self, kind: str) -> bool:
-        """Let the run go on until a group has taken all that was sent to it; returns whether it has."""
-        inlets = {end.edge for node in self._of(kind) for end in ends(node.handles) if end.side == "receiver"}
-        until = time.monotonic() + _DRAIN_S
-        while any(level.sent > level.taken for level in self._levels.read() if level.edge in inlets):
-            if time.monotonic() >= until or self.done:
+        """Let the run go on until a group has taken all that was sent to it; returns whether it has.
+
+        It may wait for one of its sources before it takes what another has sent. So when nothing moves any more, those
+        of whom nothing is left may send one more message.
+        """
+        sources, until = self._sources(kind), time.monotonic() + _DRAIN_S
+        taken, since = -1, 0.0
+        while True:
+            levels = {level.edge: level for level in self._levels.read()}
+            left = {name for name, edges in sources.items() if any(levels[e].sent > levels[e].taken for e in edges)}
+            if not left:
+                return not any(member.died_at is not None or member.done for member in self._members(kind))
+            now, before = time.monotonic(), taken
+            taken = sum(levels[edge].taken for edges in sources.values() for edge in edges)
+            since = now if taken != before else since
+            if now >= until or self.done:
                 return False
+            if now - since >= _STUCK_S:
+                since = now
+                for edge in (edge for name in sources.keys() - left for edge in sources[name]):
+                    hold(edge_stem(self._ports[self._members(kind)[0].name].folder, edge), 1)
             self.advance()
-        return not any(member.died_at is not None or member.done for member in self._members(kind))
+
+    def _sources(self, kind: str) -> dict[str, list[str]]:
+        """Return the streams to the members of a group, by who sends there."""
+        inlets = {
+            end.edge
+            for member in self._members(kind)
+            for end in ends(self._nodes[member.name].handles)
+            if end.side == "receiver"
+        }
+        found = {
+            name: [end.edge for end in ends(node.handles) if end.side == "sender" and end.edge in inlets]
+            for name, node in self._nodes.items()
+        }
+        return {name: edges for name, edges in found.items() if edges}
 
     def _at_rest(self, kind: str, rest: str) -> bool:
         """Let a paused group step until it has nothing left to do; returns whether it came to that."""

@@ -55,9 +55,10 @@ def desert(stem: Path, deserted: bool = True) -> None:
     attach(stem).view(np.int64)[_DESERTED] = deserted
 
 
-def hold(stem: Path, held: bool) -> None:
-    """Let the stream seem full to its sender, who thus sends nothing more; or end that."""
-    attach(stem).view(np.int64)[_HELD] = held
+def hold(stem: Path, more: int | None) -> None:
+    """Let the stream seem full to its sender after so many further messages; None ends that."""
+    cells = attach(stem).view(np.int64)
+    cells[_HELD] = 0 if more is None else cells[SENT] + more + 1
 
 
 class Ring:
@@ -118,7 +119,8 @@ class StreamSender:
 
     def ready(self) -> bool:
         """Return whether one more message fits, and none is held back."""
-        return self.state() < self._ring.capacity and not self._cells[_HELD]
+        held = int(self._cells[_HELD])  # one more than the messages that may be sent in all, if it is not 0
+        return self.state() < self._ring.capacity and (not held or self.sent() < held - 1)
 
     def send(self, message: Any) -> None:
         """Copy a message into the next slot, then move the cursor over it."""

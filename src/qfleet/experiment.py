@@ -205,7 +205,7 @@ class Experiment(Config):
             (self.learners > 1 and not replaying and not self.fused,
              f"learners {self.learners} of agent.kind '{self.agent.kind}' need the fused topology, which"
              f" {self.why_not_fused or 'topology pipeline rules out'}"),
-            (self.learners > 1 and getattr(getattr(self.network, "input", None), "normalize", False),
+            (self.learners > 1 and self._normalized,
              "network.input.normalize needs one learner: ranks would see other statistics; use network.input.scale"),
             (self.ranks > 1 and self.optim.schedule.kind == "plateau",
              "optim.schedule.kind 'plateau' needs one learner: ranks would hear of a score at different updates"),
@@ -275,7 +275,7 @@ class Experiment(Config):
             (most > self.learners and not self.regroupable,
              f"elastic.max_learners {most} is for whole networks that sum their gradients (parallel.update.kind"
              " 'allreduce', no compression, no split), agent.kind 'replay', placement 'processes' without lockstep,"
-             " learner.updates_per_draw 1, and no optim.schedule.kind 'plateau'"),
+             " learner.updates_per_draw 1, network.input.normalize False, and no optim.schedule.kind 'plateau'"),
             (most > learner.batch_size,
              f"elastic.max_learners {most} exceeds learner.batch_size {learner.batch_size}: some would have no work"),
         ]  # fmt: skip
@@ -299,6 +299,11 @@ class Experiment(Config):
     def _memory(self) -> MemoryConfig | None:
         """The memory of a recurrent agent."""
         return self.agent.memory if isinstance(self.agent, ReplayAgent) else None
+
+    @property
+    def _normalized(self) -> bool:
+        """Whether the network scales its inputs by what it has seen of them."""
+        return bool(getattr(getattr(self.network, "input", None), "normalize", False))
 
     @property
     def _rollout(self) -> int:
@@ -347,7 +352,7 @@ class Experiment(Config):
         """Whether the number of learner ranks may change while the run lasts."""
         parallel = self.parallel
         sums = parallel.update.kind == "allreduce" and not parallel.in_pieces and parallel.compression.kind == "none"
-        steady = self.learner.updates_per_draw == 1 and self.optim.schedule.kind != "plateau"
+        steady = self.learner.updates_per_draw == 1 and self.optim.schedule.kind != "plateau" and not self._normalized
         return self.scalable and sums and steady and self.placement == "processes"
 
     @property

@@ -11,6 +11,8 @@ from started_runs import PROCESSES, Started, lives, training
 from qfleet.presets import preset
 from qfleet.runtime.ownership import Ownership
 
+ROOM = {"elastic.max-actors": "3", "elastic.max-learners": "2", "network.input.normalize": "False"}
+
 
 def leave_config(run: Path, **changes: object) -> None:
     run.mkdir(exist_ok=True)
@@ -59,7 +61,7 @@ def test_a_run_that_does_not_answer_is_told_so(
 
 @pytest.mark.slow
 def test_a_run_grows_and_shrinks_from_outside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = Started(tmp_path / "run", {**PROCESSES, "elastic.max-actors": "3", "elastic.max-learners": "2"})
+    run = Started(tmp_path / "run", {**PROCESSES, **ROOM})
 
     def living() -> set[str]:
         run.look()

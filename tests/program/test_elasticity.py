@@ -13,6 +13,7 @@ from program_cases import short
 import qfleet.api as api
 import qfleet.session
 from qfleet.control.monitor import Callbacks
+from qfleet.core.errors import ConfigError
 from qfleet.program import place
 from qfleet.runtime import checkpoint, ownership
 
@@ -90,6 +91,27 @@ def test_actors_and_learners_join_and_leave_and_every_draw_is_learned_from_once(
     told = [event["text"] for event in events_of(run.dir, "notice") if event["kind"] in ("regrouped", "restarted")]
     assert [text.partition("; ")[2] for text in told] == ["epoch 1, 2 ranks", "epoch 2, 1 ranks"]
     assert owed(run) - 1 < run.summary["updates"] <= owed(run) + 1, "nothing was lost, nothing doubled"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"elastic.max_actors": 1, "actors": 2}, "max_actors 1 is below the 2 actors"),
+        ({"elastic.min_actors": 3, "actors": 2}, "min_actors 3 exceeds actors 2"),
+        ({"placement": "inline"}, "max_actors 3 needs agent.kind 'replay' and placement 'processes' or 'ray'"),
+        ({"lockstep": True}, "max_actors 3 needs .* without lockstep"),
+        ({"elastic.max_learners": 64}, "max_learners 64 exceeds learner.batch_size 32"),
+        ({"elastic.max_learners": 2, "learners": 3}, "max_learners 2 is below learners 3"),
+        ({"parallel.compression": {"kind": "int8"}, "learners": 2, "elastic.max_learners": 3}, "no compression"),
+        ({"optim.schedule": {"kind": "plateau"}}, "no optim.schedule.kind 'plateau'"),
+        ({"placement": "ray"}, "placement 'processes' without lockstep"),
+        # Its ranks would see other statistics, and their weights differ soon after the group has grown.
+        ({"network.input.scale": [], "network.input.normalize": True}, "network.input.normalize False"),
+    ],
+)
+def test_what_could_not_grow_is_refused_before_anything_starts(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        short(**{**SETTINGS, **changes})
 
 
 @pytest.mark.slow

@@ -434,6 +434,8 @@ def place(
         anywhere=() if experiment.lockstep else (Actor.kind,),
         rehearsal=program.rehearsal,
         in_flight=in_flight,
+        away=away,
+        expendable=(Actor.kind,) if experiment.scalable else (),
         **revival,
     )
 

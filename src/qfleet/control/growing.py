@@ -137,9 +137,9 @@ class Growing:
             done = self._placement.regroup(Learner.kind, change.after, NO_BATCH)
             self.interrupted()
             return [_event(change, "", change.after)] if done else []
+        name = next((one.name for one in self._placement.machines() if one.id == change.node), "")
         after = self._less(change) if change.after < change.before else self._more(change)
         self.interrupted()
-        name = next(one.name for one in self._placement.machines() if one.id == change.node)
         return [_event(change, name, after)] if after != change.before else []
 
     def _less(self, change: Change) -> int:

@@ -124,12 +124,12 @@ class ComingsPlacement(RevivingPlacement):
 
     def _come(self, member: Member, machine: str) -> None:
         del self._away[member.name]
+        self._desert(self._nodes[member.name], False)
         self._settle(member.name, machine)
         ports = self._ports[member.name]
         if member.built or self._former_lives:  # perhaps it has lived before the run was resumed
             ports.life = max(ports.life, self._former_lives) + 1
         member.life += member.built
-        self._desert(self._nodes[member.name], False)
         self._enter(member)
         if self._running:
             self._tell(member, "run", "")

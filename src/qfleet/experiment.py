@@ -26,6 +26,7 @@ from qfleet.roles.actor import ActorConfig
 from qfleet.roles.evaluator import EvaluationConfig
 from qfleet.roles.inference_server import InferenceConfig, LocalInference, ServedInference
 from qfleet.roles.learner_setup import LearnerConfig
+from qfleet.roles.seats import ElasticConfig
 
 
 class CheckpointConfig(Config):
@@ -52,23 +53,6 @@ class TrackConfig(Config):
     """Port at which Prometheus can scrape the newest numbers while the run lasts (extra: prometheus)."""
     prometheus_address: str = "127.0.0.1"
     """Address to which that port is bound; by default only this machine can reach it."""
-
-
-class ElasticConfig(Config):
-    """How far a run may grow and shrink while it trains: by `qfleet scale`, and by itself when nodes come and go."""
-
-    automatic: Literal["on", "off"] = "on"
-    """Whether actors are begun on Ray nodes that join, moved off those that are to go, and added where they hold the
-    learner up while cores are free; all within the limits below."""
-    min_actors: int = Field(1, gt=0, le=10_000)
-    """Actors that stay in any case."""
-    max_actors: int = Field(0, ge=0, le=10_000)
-    """Actors that there may be at most; 0 for as many as there are at first."""
-    max_learners: int = Field(0, ge=0, le=1024)
-    """Learner ranks that there may be at most; 0 for as many as there are at first."""
-    settle_s: float = Field(30.0, gt=0)
-    """Seconds that a node must have stayed, or actors been too few, before actors are added; and between two such
-    changes. What a person asks for, or a node that goes, does not wait."""
 
 
 class Experiment(Config):
@@ -166,7 +150,9 @@ class Experiment(Config):
         # Twice a sequence for each environment, since whole segments of rows are dropped.
         sequences = 2 * (memory.burn_in + memory.length + 1) * self.seats * self.actor.envs if memory else 0
         return [
-            *self._elastic_contradictions(),
+            *self.elastic.contradictions(
+                self.actors, self.all_actors, self.learners, learner.batch_size, self.scalable, self.regroupable
+            ),
             *self.parallel.contradictions(self.learners, learner.batch_size, replaying and not memory, self.placement),
             (self.agent.kind == "tabular" and self.network.kind != "tabular",
              f"agent.kind 'tabular' needs network.kind 'tabular', not '{self.network.kind}'"),
@@ -256,28 +242,6 @@ class Experiment(Config):
              f" burn_in need {sequences} rows or more for {self.seats * self.actor.envs} environments"),
             (self.topology == "fused" and bool(self.why_not_fused),
              f"topology 'fused' {self.why_not_fused}"),
-        ]  # fmt: skip
-
-    def _elastic_contradictions(self) -> list[tuple[bool, str]]:
-        """Return what could be wrong with growing and shrinking, each with whether it is."""
-        elastic, learner = self.elastic, self.learner
-        most_actors, most = elastic.max_actors, elastic.max_learners
-        return [
-            (0 < most_actors < self.all_actors,
-             f"elastic.max_actors {most_actors} is below the {self.all_actors} actors that the run begins with"),
-            (elastic.min_actors > self.actors,
-             f"elastic.min_actors {elastic.min_actors} exceeds actors {self.actors}"),
-            (most_actors > self.all_actors and not self.scalable,
-             f"elastic.max_actors {most_actors} needs agent.kind 'replay' and placement 'processes' or 'ray' without"
-             " lockstep"),
-            (0 < most < self.learners,
-             f"elastic.max_learners {most} is below learners {self.learners}"),
-            (most > self.learners and not self.regroupable,
-             f"elastic.max_learners {most} is for whole networks that sum their gradients (parallel.update.kind"
-             " 'allreduce', no compression, no split), agent.kind 'replay', placement 'processes' without lockstep,"
-             " learner.updates_per_draw 1, network.input.normalize False, and no optim.schedule.kind 'plateau'"),
-            (most > learner.batch_size,
-             f"elastic.max_learners {most} exceeds learner.batch_size {learner.batch_size}: some would have no work"),
         ]  # fmt: skip
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import secrets
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,7 +24,6 @@ from qfleet.core.types import Notice
 try:
     import ray
     from ray import cloudpickle
-    from ray.exceptions import GetTimeoutError, RayError
 except ImportError as error:
     raise MissingExtra("ray", "ray", "the placement 'ray'") from error
 
@@ -35,16 +33,14 @@ from qfleet.runtime.comings import ComingsPlacement
 from qfleet.runtime.crossings import draw_map
 from qfleet.runtime.graph import Graph, Node, ends
 from qfleet.runtime.memory import RunFolder, attach
-from qfleet.runtime.ray_actors import RoleActor, RoleSetup, end_process
+from qfleet.runtime.ray_actors import RoleSetup, end_process
 from qfleet.runtime.ray_cluster import Site
-from qfleet.runtime.ray_keepers import Keepers, make_actor
+from qfleet.runtime.ray_hands import Hands
+from qfleet.runtime.ray_keepers import Keepers
 from qfleet.runtime.ray_life import ActorLife
 from qfleet.runtime.reviving import Revival
 from qfleet.runtime.supervisor import Member
 from qfleet.runtime.worker import OpenEnds
-
-_WARM_S = 1.0
-"""How long a spare may take to say that it lives."""
 
 
 class RayPlacement(ComingsPlacement):
@@ -78,7 +74,7 @@ class RayPlacement(ComingsPlacement):
         self._folder = RunFolder()
         self._keepers: list[Keepers] = [Keepers()]
         """Those of the nodes that were there first, then those of roles that came to other nodes."""
-        self._hands = _Hands(sorted({node.build.__module__ for node in graph.nodes}))
+        self._hands = Hands(sorted({node.build.__module__ for node in graph.nodes}))
         self._setups: dict[str, RoleSetup] = {}
         self._carrying = False
         atexit.register(self.close)  # before Ray's own handler
@@ -91,15 +87,7 @@ class RayPlacement(ComingsPlacement):
             self._warn_of_crowd(ray.cluster_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]
             homes = {member.name: self._homes[member.name] for member in self.crew}
             self._hands.hire(homes, ray_cluster.cpu_shares(homes.values()))
-            folders = self._lay_out(graph, others)
-            for node in graph.nodes:
-                folder = folders[self._homes[node.name]]
-                ports = self._ports[node.name] = Ports(folder)
-                count, behind = (threads or {}).get(node.kind, 1), node.kind in background
-                last_words = folder / f"{node.name}.last_words"
-                self._setups[node.name] = RoleSetup(
-                    node.name, payloads[node.name], ports, count, behind, last_words, failpoints.wanted()
-                )
+            self._set_up(self._lay_out(graph, others), payloads, threads or {}, background)
             self._mark_away()
             self._lives |= {name: self._begin(name) for name in homes}
             self._await("built")
@@ -107,6 +95,23 @@ class RayPlacement(ComingsPlacement):
         except BaseException:
             self.close()
             raise
+
+    def _set_up(
+        self,
+        folders: Mapping[Site, Path],
+        payloads: Mapping[str, bytes],
+        threads: Mapping[str, int],
+        background: Collection[str],
+    ) -> None:
+        """Note what each role is told at its birth."""
+        for node in self._graph.nodes:
+            folder = folders[self._homes[node.name]]
+            ports = self._ports[node.name] = Ports(folder)
+            count, behind = threads.get(node.kind, 1), node.kind in background
+            last_words = folder / f"{node.name}.last_words"
+            self._setups[node.name] = RoleSetup(
+                node.name, payloads[node.name], ports, count, behind, last_words, failpoints.wanted()
+            )
 
     def _lay_out(self, graph: Graph, others: list[Site]) -> dict[Site, Path]:
         """Make all edges; returns where those of each node are."""
@@ -298,59 +303,3 @@ def _payload(node: Node) -> bytes:
             f"{node.name} cannot be sent to another process ({error}): run with --placement inline"
         ) from error
     return packed
-
-
-class _Hands:
-    """Makes the actors that become roles: those of the first lives, and on every node a warm one for the next death."""
-
-    def __init__(self, modules: list[str]) -> None:
-        self._modules, self._namespace = modules, f"qfleet-{secrets.token_hex(4)}"
-        self._hired: dict[str, Any] = {}
-        self._spares: dict[Site, Any] = {}
-        self._made = 0
-
-    def hire(self, homes: Mapping[str, Site], shares: Mapping[Site, float]) -> None:
-        """Make the actors of these roles, each on its node and with its share of the CPUs there."""
-        self._hired = {name: self._make(name, home, shares[home]) for name, home in homes.items()}
-        ray_cluster.require_started(self._hired)
-
-    def warm(self, homes: Collection[Site]) -> None:
-        """Have a spare on each of these nodes from now on."""
-        self._spares |= {home: self._make_spare(home) for home in homes}
-
-    def take(self, name: str, home: Site) -> Any:
-        """Return an actor for a role: the one made for it, or else a spare."""
-        if (first := self._hired.pop(name, None)) is not None:
-            return first
-        spare = self._spares.get(home)
-        if spare is None or not _alive(spare):
-            spare = self._make_spare(home)
-        self._spares[home] = self._make_spare(home)
-        return spare
-
-    def forget(self, site: Site) -> None:
-        """Have no spare on a node any more."""
-        if (spare := self._spares.pop(site, None)) is not None:
-            ray.kill(spare)
-
-    def dismiss(self) -> None:
-        """End those that have become no role."""
-        for actor in [*self._hired.values(), *self._spares.values()]:
-            ray.kill(actor)
-
-    def _make_spare(self, home: Site) -> Any:
-        self._made += 1
-        return self._make(f"spare-{self._made}", home, 0.0)  # it gets the CPUs of the dead
-
-    def _make(self, name: str, home: Site, cpus: float) -> Any:
-        return make_actor(RoleActor, name, self._namespace, home, cpus).remote(self._modules, sys.path)
-
-
-def _alive(actor: Any) -> bool:
-    try:
-        ray.get(actor.ready.remote(), timeout=_WARM_S)
-    except GetTimeoutError:
-        return True  # it still imports, as a new one would
-    except RayError:
-        return False
-    return True

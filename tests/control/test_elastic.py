@@ -91,6 +91,20 @@ def test_a_node_that_is_to_go_is_left_at_once_and_its_actors_go_where_there_is_r
     assert elastic.decide(gone) == [], "that it is gone at last is nothing new"
 
 
+def test_a_node_that_is_to_go_is_told_as_the_reason_whatever_else_is_wished_for() -> None:
+    """The reason of another change that came at the same moment was once told in its place."""
+    elastic = policy(wanted=3, most=8)
+    seen = sight(0.0, node("here", 2, others=1), node("spot", 1), short="too few")
+    elastic.decide(seen)
+    (change,) = elastic.decide(
+        sight(60.0, node("here", 2, cores=2, others=1), node("spot", 1, draining="preempted"), short="too few")
+    )
+    assert (change.node, change.after, change.reason) == ("spot", 0, "node spot is to go (preempted)")
+    elastic.take(Wish("ann@desk", actors=4))
+    (more,) = elastic.decide(sight(61.0, node("here", 2, cores=2, others=1), node("spot", 0, draining="preempted")))
+    assert (more.node, more.after, more.reason) == ("here", 4, "asked for by ann@desk")
+
+
 def test_a_lost_node_takes_the_actors_with_it_that_came_with_it() -> None:
     elastic = policy(wanted=2)
     elastic.decide(sight(0.0, node("here", 2, cores=16)))

@@ -35,10 +35,10 @@ class Story:
         self.steps: list[int] = []
         self.chapters: list[tuple[Callable[[], bool], Callable[[], None]]] = [
             (lambda: self.steps[-1] > 500, self.join),
-            (lambda: self.acting() == 2, self.drain),
+            (lambda: self.acting() > 0, self.drain),
             (lambda: not self.there(), self.lose),
             (lambda: True, self.join),
-            (lambda: self.acting() == 2, self.lose),
+            (lambda: self.acting() > 0, self.lose),
             (lambda: not self.there() and self.told("node_lost") == 1, self.note),
             (lambda: self.steps[-1] > self.noted + 300, lambda: None),
         ]
@@ -101,10 +101,11 @@ def test_nodes_join_are_drained_and_are_lost_and_the_run_goes_on(
         "network.hidden": [16],
         "elastic.max_actors": 3,
         "elastic.settle_s": 1.0,
+        "learner.learning_starts": 10**5,
+        "replay.capacity": 2 * 10**5,
         "balance": "off",
         "checkpoint.every": 10**9,
         "evaluation.every": 10**9,
-        "learner.train_period": 16.0,
     }
     run = api.train(short(env_steps=10**8, **settings), run_dir=story.run, callbacks=Callbacks(on_step=story.on_step))
     assert story.chapters == []
@@ -112,10 +113,10 @@ def test_nodes_join_are_drained_and_are_lost_and_the_run_goes_on(
     elastic = [
         (event["before"], event["after"], event["text"]) for event in events_of(run.dir) if event["event"] == "elastic"
     ]
-    assert [(before, after) for before, after, _ in elastic if after < before] == [(2, 0)], elastic
-    joined = [text for _, _, text in elastic if "joined with 2 cores" in text]
-    assert len(joined) == 2
-    assert any("is to go (Ray drains it" in text for _, _, text in elastic)
+    left = [(after, text) for before, after, text in elastic if after < before]
+    assert [after for after, _ in left] == [0]
+    assert "is to go (Ray drains it; " in left[0][1]
+    assert sum("joined with 2 cores" in text for _, _, text in elastic) >= 2
     state = checkpoint.read_state(checkpoint.complete(run.dir / "checkpoints")[-1], "replay-0")["replay"]
     assert state["counts"]["duplicates"] == 0
     stored = state["counts"]["inserted"]

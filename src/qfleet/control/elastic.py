@@ -130,7 +130,7 @@ class Elastic:
         self._look(sight)
         targets = self._targets(sight)
         changes = [
-            Change("actor", node.id, node.actors, targets[node.id], self._why or "as many as the run should have")
+            Change("actor", node.id, node.actors, targets[node.id], _going(node) or self._why or "so many are missing")
             for node in sight.nodes
             if targets[node.id] != node.actors
         ]
@@ -148,7 +148,8 @@ class Elastic:
         for former in [*self._last.values()]:
             if former.id not in staying:
                 now = there.get(former.id, former)
-                places -= self._give_up(now, places, "is to go" if former.id in there else "was lost")
+                self._calm_until = sight.at + self.limits.settle_s  # what is left must show first what it can do
+                places -= self._give_up(now, places)
         for node in sight.nodes:
             self._seen.setdefault(node.id, -math.inf if first else sight.at)
         self._seen = {name: since for name, since in self._seen.items() if name in there}
@@ -157,14 +158,14 @@ class Elastic:
         if self.limits.automatic and not self._asked and sight.at >= self._calm_until and not sight.saturated:
             self._grow(sight)
 
-    def _give_up(self, node: NodeSight, places: int, how: str) -> int:
+    def _give_up(self, node: NodeSight, places: int) -> int:
         """Want as many actors as there is room for without a node; returns how many of its actors go elsewhere.
 
         What a person asked for stays, however crowded the others get.
         """
         came = min(self._used.pop(node.id, 0), node.actors)
         moved = min(node.actors - came, places) if self.limits.automatic else 0
-        self._why = f"node {node.name} {how}{f' ({node.draining})' if node.draining else ''}"
+        self._why = _going(node) or f"node {node.name} was lost"
         if self._asked:
             return min(node.actors, places)
         self.wanted -= node.actors - moved
@@ -210,6 +211,11 @@ class Elastic:
             return own, now - self._seen[node.id] >= settle_s, node.room - targets[node.id], node.cores
 
         return max(nodes, key=fitness)
+
+
+def _going(node: NodeSight) -> str:
+    """Return why a node is left; empty if it is not."""
+    return f"node {node.name} is to go ({node.draining})" if node.draining else ""
 
 
 def _fullest(nodes: Sequence[NodeSight], targets: Mapping[str, int]) -> NodeSight:

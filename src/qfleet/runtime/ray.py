@@ -166,6 +166,8 @@ class RayPlacement(ComingsPlacement):
 
     def machines(self) -> list[Machine]:
         """Return the nodes of the cluster that can have roles, the driver's first."""
+        for name in self._away:
+            self._vacated(name)  # a node that is to go must not wait for us
         going = ray_cluster.draining()
         fit = [site for site in ray_cluster.sites() if site.id not in self._grounds.unfit]
         return [Machine(site.id, site.name, site.cpus, going.get(site.id, "")) for site in fit]
@@ -244,8 +246,9 @@ class RayPlacement(ComingsPlacement):
             self.close()
             cause = f"{site.name} was lost with what its roles kept: `qfleet resume` goes on from the last checkpoint"
             raise RoleFailure("node", number, cause, died=True)
-        names = ", ".join(member.name for member in living) or "no role"
-        self._incidents.append(Notice("supervisor", 0, "node_lost", f"{site.name} was lost, with {names}"))
+        if living:
+            names = ", ".join(member.name for member in living)
+            self._incidents.append(Notice("supervisor", 0, "node_lost", f"{site.name} was lost, with {names}"))
         for keepers in self._keepers:
             keepers.forget(site)
         self._hands.forget(site)

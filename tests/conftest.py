@@ -52,7 +52,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep what needs Ray together, so that only one of several workers starts it."""
     for item in items:
         given = getattr(getattr(item, "callspec", None), "params", {})
-        if "ray" in map(str, given.values()) or {"ray_session", "second_node"} & set(getattr(item, "fixturenames", ())):
+        if "ray" in map(str, given.values()) or {"ray_session", "later_node", "second_node"} & set(
+            getattr(item, "fixturenames", ())
+        ):
             item.add_marker(pytest.mark.xdist_group("ray"))
 
 
@@ -82,34 +84,59 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in bound]
 
 
-@pytest.fixture
-def second_node(ray_session: None) -> Iterator[Callable[[], None]]:
-    """A second node on this machine, as `ray start` on another one would be; calling what is given ends it."""
-    import ray
+class OtherNode:
+    """A second Ray node on this machine, as `ray start` on another one would be."""
 
-    head = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head}", "--num-cpus=2", "--block"]
-    # A node that has to find ports by itself waits 15 s for processes that tell them, and ends when they are slow.
-    named = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
-    command += [f"--{name}-port={port}" for name, port in zip(named, free_ports(len(named)), strict=True)]
-    started: list[subprocess.Popen[bytes]] = []
+    def __init__(self) -> None:
+        self._started: list[subprocess.Popen[bytes]] = []
 
-    def await_nodes(count: int, start: bool) -> None:
-        until = time.monotonic() + 300
-        while sum(node["Alive"] for node in ray.nodes()) != count:
+    def begin(self, seconds: float = 300.0) -> str:
+        """Start it and wait until it is there; returns its id."""
+        import ray
+
+        before = {node["NodeID"] for node in ray.nodes()}
+        until, self._started = time.monotonic() + seconds, []
+        while not (new := [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["NodeID"] not in before]):
             assert time.monotonic() < until, ray.nodes()
-            if start and (not started or started[-1].poll() is not None):  # Ray gives up when a machine is slow
+            if not self._started or self._started[-1].poll() is not None:  # Ray gives up when a machine is slow
                 quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-                started.append(subprocess.Popen(command, start_new_session=True, **quiet))
+                self._started.append(subprocess.Popen(self._command(), start_new_session=True, **quiet))
             time.sleep(0.1)
+        return str(new[0])
 
-    def end() -> None:
-        for process in started:
+    def _command(self) -> list[str]:
+        import ray
+
+        head = ray.get_runtime_context().gcs_address
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head}", "--num-cpus=2", "--block"]
+        # A node that has to find ports by itself waits 15 s for processes that tell them, and ends when they are slow.
+        named = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
+        return command + [f"--{name}-port={port}" for name, port in zip(named, free_ports(len(named)), strict=True)]
+
+    def end(self) -> None:
+        """Kill all of it at once, as a machine that goes down does."""
+        for process in self._started:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    await_nodes(2, start=True)
-    yield end
-    end()
-    await_nodes(1, start=False)
+
+@pytest.fixture
+def later_node(ray_session: None) -> Iterator[OtherNode]:
+    """A second node that is not there yet."""
+    import ray
+
+    node = OtherNode()
+    yield node
+    node.end()
+    until = time.monotonic() + 300
+    while sum(one["Alive"] for one in ray.nodes()) != 1:
+        assert time.monotonic() < until, ray.nodes()
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def second_node(later_node: OtherNode) -> Callable[[], None]:
+    """A second node on this machine; calling what is given ends it."""
+    later_node.begin()
+    return later_node.end

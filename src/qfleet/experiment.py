@@ -26,6 +26,7 @@ from qfleet.roles.actor import ActorConfig
 from qfleet.roles.evaluator import EvaluationConfig
 from qfleet.roles.inference_server import InferenceConfig, LocalInference, ServedInference
 from qfleet.roles.learner_setup import LearnerConfig
+from qfleet.roles.seats import ElasticConfig
 
 
 class CheckpointConfig(Config):
@@ -117,6 +118,8 @@ class Experiment(Config):
     """How updates are made fast."""
     parallel: ParallelConfig = ParallelConfig()
     """How several learners share an update."""
+    elastic: ElasticConfig = ElasticConfig()
+    """How far the run may grow and shrink."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """When and how the agent is judged."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -145,8 +148,11 @@ class Experiment(Config):
         ordered = self.lockstep and self.placement != "inline"
         servers = self.inference.servers if isinstance(self.inference, ServedInference) else 0
         # Twice a sequence for each environment, since whole segments of rows are dropped.
-        sequences = 2 * (memory.burn_in + memory.length + 1) * self.all_actors * self.actor.envs if memory else 0
+        sequences = 2 * (memory.burn_in + memory.length + 1) * self.seats * self.actor.envs if memory else 0
         return [
+            *self.elastic.contradictions(
+                self.actors, self.all_actors, self.learners, learner.batch_size, self.scalable, self.regroupable
+            ),
             *self.parallel.contradictions(self.learners, learner.batch_size, replaying and not memory, self.placement),
             (self.agent.kind == "tabular" and self.network.kind != "tabular",
              f"agent.kind 'tabular' needs network.kind 'tabular', not '{self.network.kind}'"),
@@ -185,7 +191,7 @@ class Experiment(Config):
             (self.learners > 1 and not replaying and not self.fused,
              f"learners {self.learners} of agent.kind '{self.agent.kind}' need the fused topology, which"
              f" {self.why_not_fused or 'topology pipeline rules out'}"),
-            (self.learners > 1 and getattr(getattr(self.network, "input", None), "normalize", False),
+            (self.learners > 1 and self._normalized,
              "network.input.normalize needs one learner: ranks would see other statistics; use network.input.scale"),
             (self.ranks > 1 and self.optim.schedule.kind == "plateau",
              "optim.schedule.kind 'plateau' needs one learner: ranks would hear of a score at different updates"),
@@ -233,7 +239,7 @@ class Experiment(Config):
              "replay.sampler.initial 'actor' is for single transitions: agent.memory needs 'maximum'"),
             (self.replay.capacity < sequences,
              f"replay.capacity {self.replay.capacity} is too small for the sequences of agent.memory: its length and"
-             f" burn_in need {sequences} rows or more for {self.all_actors * self.actor.envs} environments"),
+             f" burn_in need {sequences} rows or more for {self.seats * self.actor.envs} environments"),
             (self.topology == "fused" and bool(self.why_not_fused),
              f"topology 'fused' {self.why_not_fused}"),
         ]  # fmt: skip
@@ -257,6 +263,11 @@ class Experiment(Config):
     def _memory(self) -> MemoryConfig | None:
         """The memory of a recurrent agent."""
         return self.agent.memory if isinstance(self.agent, ReplayAgent) else None
+
+    @property
+    def _normalized(self) -> bool:
+        """Whether the network scales its inputs by what it has seen of them."""
+        return bool(getattr(getattr(self.network, "input", None), "normalize", False))
 
     @property
     def _rollout(self) -> int:
@@ -296,6 +307,29 @@ class Experiment(Config):
         return self.actors + self.spare_actors
 
     @property
+    def scalable(self) -> bool:
+        """Whether actors may come and go while the run lasts."""
+        return not self.in_turns and isinstance(self.agent, ReplayAgent)
+
+    @property
+    def regroupable(self) -> bool:
+        """Whether the number of learner ranks may change while the run lasts."""
+        parallel = self.parallel
+        sums = parallel.update.kind == "allreduce" and not parallel.in_pieces and parallel.compression.kind == "none"
+        steady = self.learner.updates_per_draw == 1 and self.optim.schedule.kind != "plateau" and not self._normalized
+        return self.scalable and sums and steady and self.placement == "processes"
+
+    @property
+    def seats(self) -> int:
+        """Actors that there may be at most."""
+        return max(self.all_actors, self.elastic.max_actors)
+
+    @property
+    def rank_seats(self) -> int:
+        """Learner ranks that there may be at most."""
+        return max(self.ranks, self.elastic.max_learners)
+
+    @property
     def why_not_fused(self) -> str:
         """What keeps this run from being one loop on one device, or several that learn as one; empty if nothing."""
         several, envs, batch = self.learners, self.actor.envs, self.learner.batch_size
@@ -307,6 +341,8 @@ class Experiment(Config):
             f"needs placement 'processes' or 'inline' for learners {several}, not 'ray'": self.placement == "ray",
             f"has one loop for each learner that also acts: actors {self.actors} is for a pipeline": self.actors > 1,
             "has no parameter servers": self.serving is not None,
+            "has a fixed number of loops: elastic.max_actors and elastic.max_learners are for a pipeline":
+                max(self.elastic.max_actors - self.actors, self.elastic.max_learners - several) > 0,
             "has whole networks, which parallel.tensor, parallel.pipeline and parallel.update.kind 'sharded' divide":
                 self.parallel.in_pieces,
             "keeps all of its loops: parallel.after_death 'fewer' is for a pipeline":

@@ -26,6 +26,8 @@ FAULTS = (
     "standstill",
     "restarted",
     "fewer",
+    "node_lost",
+    "unfit",
     "unsaved",
     "unwritten",
     "damaged",

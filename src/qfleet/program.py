@@ -6,7 +6,7 @@ Follow one transition: Actor -> (experience) -> ReplayShard -> (batches) -> Lear
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -194,7 +194,7 @@ def _add_actors(
     if isinstance(inference, ServedInference):
         served = _add_inference(graph, experiment, spec, code, inference.servers)
     own_network = served is None or isinstance(inference, AdaptiveInference)
-    for index in range(experiment.all_actors):
+    for index in range(experiment.seats):
         sender, receiver = graph.stream(f"experience-{index}", prefetch(experiment), views=True, setting="actor.envs")
         notices_in, notices_out = graph.stream(f"notices-{index}", capacity=16, optional=True)
         handles = ActorHandles(
@@ -237,11 +237,11 @@ def _add_inference(graph: Graph, experiment: Experiment, spec: EnvSpec, code: Us
     lines = range(experiment.actor.groups)
     asked = [
         [graph.stream(f"requests-{a}-{line}", capacity=2, views=True, asking=True) for line in lines]
-        for a in range(experiment.all_actors)
+        for a in range(experiment.seats)
     ]
     told = [
         [graph.stream(f"replies-{a}-{line}", capacity=2, asking=True) for line in lines]
-        for a in range(experiment.all_actors)
+        for a in range(experiment.seats)
     ]
     for server in range(servers):
         handles = InferenceHandles(
@@ -273,7 +273,7 @@ def _add_replay(
             batches=tuple(stream for part in parts for stream in part[rank].batches),
             priorities=tuple(stream for part in parts for stream in part[rank].priorities),
         )
-        for rank in range(experiment.ranks)
+        for rank in range(experiment.rank_seats)
     ]
 
 
@@ -283,7 +283,7 @@ def _add_shard(
     """Add one replay shard; returns its part of the feed of each rank."""
     several = experiment.replay.shards > 1
     ahead, prioritised = prefetch(experiment), experiment.replay.sampler.kind == "prioritised"
-    names = [f"{setup.index}-{rank}" if several else f"{rank}" for rank in range(experiment.ranks)]
+    names = [f"{setup.index}-{rank}" if several else f"{rank}" for rank in range(experiment.rank_seats)]
     drawn = [graph.stream(f"batches-{name}", ahead, views=True, setting="learner.batch_size") for name in names]
     # The ranks of a replica find the same priorities: its first one tells them.
     written = {
@@ -389,8 +389,21 @@ def _add_serving(
     return tuple(notices)
 
 
-def place(program: Program, experiment: Experiment, in_flight: float = 0.0) -> Placement:
-    """Bring a program to life where the experiment says; so many bytes may be on their way between machines."""
+def absent(experiment: Experiment, actors: Collection[int], learners: int) -> list[str]:
+    """Return the names of the roles that are drawn but not there, when these actors and so many learner ranks are."""
+    away = [f"{Actor.kind}-{index}" for index in range(experiment.seats) if index not in actors]
+    return away + [f"{Learner.kind}-{rank}" for rank in range(learners, experiment.rank_seats)]
+
+
+def place(
+    program: Program, experiment: Experiment, in_flight: float = 0.0, away: Collection[str] | None = None
+) -> Placement:
+    """Bring a program to life where the experiment says; so many bytes may be on their way between machines.
+
+    `away` names the roles that are not begun; by default those beyond the numbers that the experiment begins with.
+    """
+    if away is None:
+        away = absent(experiment, range(experiment.all_actors), experiment.ranks)
     threads = {Learner.kind: experiment.threads, GradientWorker.kind: experiment.threads}
     if experiment.in_turns:  # only one role computes at a time; sums depend on the number of threads
         threads = {node.kind: experiment.threads for node in program.graph.nodes}
@@ -410,7 +423,7 @@ def place(program: Program, experiment: Experiment, in_flight: float = 0.0) -> P
         from qfleet.runtime.processes import ProcessPlacement
 
         spawned = _spawned(experiment)
-        return ProcessPlacement(program.graph, spawn=spawned, threads=threads, background=behind, **revival)
+        return ProcessPlacement(program.graph, spawn=spawned, threads=threads, background=behind, away=away, **revival)
     from qfleet.runtime.ray import RayPlacement
 
     return RayPlacement(
@@ -421,6 +434,8 @@ def place(program: Program, experiment: Experiment, in_flight: float = 0.0) -> P
         anywhere=() if experiment.lockstep else (Actor.kind,),
         rehearsal=program.rehearsal,
         in_flight=in_flight,
+        away=away,
+        expendable=(Actor.kind,) if experiment.scalable else (),
         **revival,
     )
 

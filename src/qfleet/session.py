@@ -32,7 +32,7 @@ from qfleet.experiment import Experiment
 from qfleet.observe.prometheus import PrometheusSink
 from qfleet.observe.sinks import JsonlSink, Sink
 from qfleet.observe.trackers import TensorBoardSink, WandbSink
-from qfleet.program import build_program, outlived, place
+from qfleet.program import absent, build_program, outlived, place
 from qfleet.roles.evaluator import play
 from qfleet.runtime import checkpoint
 from qfleet.runtime.graph import open_handles
@@ -93,6 +93,7 @@ class Session:
                 raise
             finally:
                 self.run.end = lambda: False
+                self.run.wished = lambda wish: None
 
     def _persist(self, restore: checkpoint.Found | None, whole: ExitStack) -> dict[str, Any]:
         """Train to the end, also over deaths after which all must go back to a checkpoint."""
@@ -137,7 +138,8 @@ class Session:
             self._opened = [whole.enter_context(_closing(sink)) for sink in [*self._own_sinks(), *self.sinks]]
         with ExitStack() as stack:
             with heard_by(self._tell):
-                placement = place(program, self.experiment, crossing_bytes(self.experiment, spec, self.code))
+                away = self._away(restore)
+                placement = place(program, self.experiment, crossing_bytes(self.experiment, spec, self.code), away)
             stack.callback(placement.close)
             stack.callback(self._interrupts.ignore)  # before that: closing must not be cut short
             self._monitor = monitor = Monitor(
@@ -155,6 +157,8 @@ class Session:
             if plan is not None:
                 monitor.announce({"event": "planned", "text": plan.line()})
             self.run.begun = True
+            if monitor.growing is not None:
+                self.run.wished = monitor.growing.ask
             with self._interrupts.stopping(monitor, placement):
                 reason = self._train(monitor)
                 returns = self._test()
@@ -167,6 +171,13 @@ class Session:
             end = {"event": "stopped" if reason == "interrupt" else "finished", "reason": reason}
             monitor.announce(end | ({"by": self.run.ended_by} if reason == "interrupt" and self.run.ended_by else {}))
         return summary
+
+    def _away(self, restore: checkpoint.Found | None) -> list[str] | None:
+        """Return the roles that were not there when the run was saved; None for those of a new run."""
+        saved = {} if restore is None else restore.manifest.get("standing", {})
+        if not self.experiment.scalable or not saved.get("actors"):  # nor do older checkpoints say it
+            return None
+        return absent(self.experiment, saved["actors"], saved["learners"])
 
     def _train(self, monitor: Monitor) -> StopReason:
         """Let the run go on until something ends it; note how far it was where a death makes it fall back."""

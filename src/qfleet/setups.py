@@ -47,7 +47,8 @@ def actor_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index: in
         exploration=experiment.exploration,
         seed=experiment.seed,
         index=index,
-        actors=experiment.all_actors,
+        actors=experiment.seats,
+        begun=experiment.all_actors,
         env_steps=experiment.env_steps,
         code=code,
         inference=experiment.inference,
@@ -69,7 +70,7 @@ def inference_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index
     inference = experiment.inference
     assert isinstance(experiment.agent, ReplayAgent)
     assert isinstance(inference, ServedInference)
-    actors = len(range(index, experiment.all_actors, inference.servers))
+    actors = len(range(index, experiment.seats, inference.servers))
     if experiment.placement == "inline":
         inference = inference.replace(deadline_ms=0.0)  # nobody else can ask while the server waits
     return InferenceSetup(
@@ -91,12 +92,12 @@ def shard_setup(experiment: Experiment, spec: EnvSpec, directory: Path, index: i
     """Return what replay shard `index` is built from."""
     agent, shards = experiment.agent, experiment.replay.shards
     assert isinstance(agent, ReplayAgent)
-    actors = len(range(index, experiment.all_actors, shards))
+    actors = len(range(index, experiment.seats, shards))
     return ShardSetup(
         replay=experiment.replay,
         spec=spec,
         streams=actors * experiment.actor.envs,
-        part=Fraction(actors, experiment.all_actors),
+        part=Fraction(actors, experiment.seats),
         n_step=agent.n_step,
         gamma=agent.gamma,
         normalise_rewards=experiment.normalise_rewards,
@@ -134,13 +135,13 @@ def _why_not_mirrored(experiment: Experiment, spec: EnvSpec, device: str) -> str
         return "the learner sees the shard's memory in placement 'processes' only"
     if isinstance(experiment.agent, ReplayAgent) and experiment.agent.memory is not None:
         return "agents with memory learn from sequences, which are not gathered on the device"
-    if replay.shards > 1 or experiment.ranks > 1 or experiment.serving is not None:
+    if replay.shards > 1 or experiment.rank_seats > 1 or experiment.serving is not None:
         return "it is for one shard and one learner: set replay.shards and learners to 1"
     if replay.storage.kind != "ram":
         return f"the rows are stored as '{replay.storage.kind}': set replay.storage.kind to 'ram'"
     message = experiment.actor.envs * experiment.actor.unroll * experiment.actor.groups
     drawn = experiment.learner.updates_per_draw * experiment.learner.train_period
-    under_way = MIRROR_LAG * (drawn + experiment.all_actors * message)
+    under_way = MIRROR_LAG * (drawn + experiment.seats * message)
     if replay.capacity < under_way:
         return f"rows could be replaced before the learner has copied them: raise replay.capacity to {under_way:,.0f}"
     needed = replay.capacity * sum(leaf.frame_bytes for leaf in spec.observations.values())

@@ -49,7 +49,7 @@ def shared_bytes(experiment: Experiment, spec: EnvSpec, code: UserCode) -> dict[
     slots, agent = prefetch(experiment) * _SLOT, experiment.agent
     frames = sum(leaf.frame_bytes for leaf in spec.observations.values())
     stacks = sum(leaf.frame_bytes * leaf.stack for leaf in spec.observations.values())
-    rows = experiment.all_actors * experiment.actor.envs * slots
+    rows = experiment.seats * experiment.actor.envs * slots
     network = build_network(experiment.network, experiment.agent, spec, seed=0, custom=code.network)
     parameters = sum(parameter.numel() for parameter in network.parameters())
     needed = {"network": 4.0 * parameters * _NETWORK_COPIES * _SLOT}

@@ -37,3 +37,18 @@ def test_a_group_loses_its_last_at_each_death_until_one_is_left(size, deaths, dw
     alone = graph.nodes[-1].name
     assert groups.of(alone) == [alone]
     assert groups.leaver(alone) is None
+
+
+@given(size=st.integers(1, 5), sizes=st.lists(st.integers(1, 5), max_size=5))
+def test_a_group_is_those_it_was_formed_of_and_the_others_are_alone(size, sizes):
+    graph = graph_of(size)
+    kind, alone = graph.nodes[0].kind, graph.nodes[-1].name
+    groups = Groups(graph, (kind,), (kind,))
+    everybody = [node.name for node in graph.nodes[:-1]]
+    for wanted in sizes:
+        members = everybody[:wanted]
+        groups.form(kind, members)
+        assert all(groups.of(name) == members for name in members)
+        assert all(groups.of(name) == [name] for name in everybody[wanted:])
+        assert groups.leaver(members[0]) == (members[-1] if len(members) > 1 else None)
+        assert groups.of(alone) == [alone]

@@ -21,7 +21,7 @@ import pytest
 
 from qfleet.core.errors import ConfigError
 from qfleet.runtime import ownership
-from qfleet.runtime.ownership import LOCK, SILENT_S, Owner, Ownership, Sight, look, request_end
+from qfleet.runtime.ownership import LOCK, SILENT_S, Owner, Ownership, Sight, look, request_end, request_scale
 from qfleet.runtime.rundir import RunDir
 
 HERE = socket.gethostname()
@@ -154,6 +154,25 @@ def test_signs_of_life_come_and_a_request_is_told_until_it_is_heard(tmp_path: Pa
     _wait_until(lambda: (tmp_path / LOCK).stat().st_mtime_ns > before)
     own.release()
     assert heard == [f"{ownership._user()}@{HERE}"] * 2
+
+
+@pytest.mark.usefixtures("quick")
+def test_requests_for_other_numbers_are_passed_on_once_each_and_nonsense_is_not(tmp_path: Path) -> None:
+    heard: list[dict[str, object]] = []
+    own = Ownership.acquire(tmp_path, nobody, heard.append)
+    try:
+        for text in ("no request\n", "[1, 2]\n", "3\n", '{"id": "cut off'):
+            (tmp_path / ownership.SCALE).write_text(text)
+            before = (tmp_path / LOCK).stat().st_mtime_ns
+            _wait_until(lambda before=before: (tmp_path / LOCK).stat().st_mtime_ns > before)
+        first = request_scale(tmp_path, 3, None)
+        _wait_until(lambda: len(heard) == 1)
+        second = request_scale(tmp_path, None, 2)
+        _wait_until(lambda: len(heard) == 2)
+    finally:
+        own.release()
+    assert [(one["id"], one["actors"], one["learners"]) for one in heard] == [(first, 3, None), (second, None, 2)]
+    assert {one["by"] for one in heard} == {f"{ownership._user()}@{HERE}"}
 
 
 @pytest.fixture

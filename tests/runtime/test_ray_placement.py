@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 from test_process_placement import alive, own_folders, wait_until
 from test_restarts import POINTS
-from toy_roles import Handles, KeptProducer, Settings, kept_pipeline
+from toy_roles import Handles, KeptConsumer, KeptProducer, Settings, kept_pipeline
 
 from qfleet.core.errors import ConfigError, RoleFailure
 from qfleet.core.protocols import Incident
@@ -235,3 +236,60 @@ def test_nodes_that_differ_are_refused(ray_session: None, monkeypatch: pytest.Mo
     monkeypatch.setattr(ray_cluster, "versions", lambda: {**own, "torch": "0.1"})
     with pytest.raises(ConfigError, match=rf"has torch {re.escape(own['torch'])}, here 0.1: install the same versions"):
         ray_cluster.require_alike([here], [], None)
+
+
+@pytest.mark.slow
+def test_roles_follow_nodes_that_join_are_lost_and_are_drained(later_node: Any, tmp_path: Path) -> None:
+    """What was sent comes through, whichever node it was sent from; only a keep does not travel."""
+    import ray
+
+    from qfleet.runtime.ray import RayPlacement
+
+    graph = kept_pipeline(100_000, pace_s=0.02)
+    outlet, inlet = graph.stream("other", 3, views=True)
+    settings = Settings(count=100_000, size=100, pace_s=0.02)
+    graph.add(KeptProducer, settings, Handles(outlet=outlet, keep=graph.keep("second producer")))
+    graph.add(KeptConsumer, settings, Handles(inlet=inlet, keep=graph.keep("second consumer")))
+    kind, second = "kept_producer", "kept_producer-1"
+    placement = RayPlacement(graph, anywhere=(kind,), away=(second,), expendable=(kind,))
+
+    def taken(more: int) -> Callable[[], bool]:
+        """Return whether so many more messages of the second producer have come."""
+
+        def now() -> float:
+            reports = {(report.kind, report.index): report for report in placement.reports()}
+            return reports["kept_consumer", 1].metrics.get("position", 0.0)
+
+        goal = now() + more
+        return lambda: now() >= goal
+
+    here = placement.machines()[0].id
+    other = later_node.begin()
+    assert placement.come(kind, [1], other)
+    assert placement.home(second) == other
+    advance_until(placement, taken(20), "messages come over")
+    later_node.end()
+    advance_until(placement, lambda: placement.present(kind) == [0], "who was there is given up")
+    assert [notice.kind for notice in placement.incidents()] == ["node_lost"]
+    placement.save(tmp_path)
+    advance_until(placement, lambda: placement.absent(kind) == [1], "its place is free")
+    assert placement.come(kind, [1], here)
+    advance_until(placement, taken(20), "it goes on elsewhere")
+    placement.go(kind, [1])
+    advance_until(placement, lambda: placement.absent(kind) == [1], "it has left")
+
+    other = later_node.begin()
+    assert placement.come(kind, [1], other)
+    advance_until(placement, taken(20), "it is on a node that joined")
+    client = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
+    assert client.drain_node(other, 2, "spot", int(1000 * (time.time() + 300)))[0]
+    advance_until(placement, lambda: bool(placement.machines()[-1].draining), "Ray says that it is to go")
+    assert "Ray drains it; " in placement.machines()[-1].draining
+    placement.go(kind, [1])
+    advance_until(placement, lambda: placement.absent(kind) == [1], "all that it sent is used up")
+    assert [keepers for keepers in placement._keepers if keepers.abroad] == [], "nothing of the run is there any more"
+    assert placement.come(kind, [1], here)
+    advance_until(placement, taken(20), "it is back")
+    placement.close()
+    assert [one for one in placement.incidents() if isinstance(one, Incident)] == [], "nobody died"
+    assert own_folders(os.getpid()) == []

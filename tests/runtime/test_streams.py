@@ -21,7 +21,7 @@ from qfleet.core.errors import CheckpointError, QfleetError
 from qfleet.core.types import Priorities
 from qfleet.core.waiting import Waiter
 from qfleet.runtime import memory
-from qfleet.runtime.streams import StreamReceiver, StreamSender, create_stream
+from qfleet.runtime.streams import StreamReceiver, StreamSender, create_stream, desert, hold
 
 
 @pytest.fixture(autouse=True)
@@ -244,3 +244,46 @@ def test_more_messages_than_a_stream_holds_are_not_restored(tmp_path: Path) -> N
     stream = Reopening(tmp_path, 1, views=False)
     with pytest.raises(CheckpointError, match="capacity 1 cannot take up 2"):
         stream.receiver.load([message(1), message(2)])
+
+
+@given(st.integers(1, 4), st.lists(st.sampled_from(["send", "take", "hold 0", "hold 1", "release"]), max_size=30))
+@settings(max_examples=40, deadline=None)
+def test_a_stream_that_is_held_seems_full_after_so_many_more_messages(capacity: int, story: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        stem = Path(folder) / "edge"
+        create_stream(stem, capacity)
+        sender, receiver = StreamSender(stem), StreamReceiver(stem)
+        sent, taken, most = 0, 0, None
+        for what in story:
+            if what == "send":
+                assert sender.ready() == (sent - taken < capacity and (most is None or sent < most))
+                if sender.ready():
+                    sender.send(message(sent))
+                    sent += 1
+            elif what == "take":
+                taken += receiver.receive() is not None
+                receiver.acknowledge()
+            else:
+                more = None if what == "release" else int(what[-1])
+                most = None if more is None else sent + more
+                hold(stem, more)
+        assert taken <= sent == sender.sent()
+
+
+def test_what_was_asked_for_before_a_stream_was_held_may_still_be_sent(tmp_path: Path) -> None:
+    """A draw goes to all ranks or to none: whoever found room for it sends all of its parts."""
+    create_stream(tmp_path / "edge", 2)
+    sender = StreamSender(tmp_path / "edge")
+    assert sender.ready()
+    hold(tmp_path / "edge", 0)
+    sender.send(message(0))
+    assert not sender.ready()
+
+
+def test_who_has_left_can_come_back(tmp_path: Path) -> None:
+    create_stream(tmp_path / "edge", 2)
+    sender = StreamSender(tmp_path / "edge")
+    desert(tmp_path / "edge")
+    assert sender.deserted()
+    desert(tmp_path / "edge", False)
+    assert not sender.deserted()

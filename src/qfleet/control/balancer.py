@@ -67,6 +67,8 @@ class Fleet:
     """Actors that begin awake."""
     spare: int = 0
     """Those that begin asleep."""
+    vacant: int = 0
+    """Those that may join, and then are awake."""
     envs: int = 1
     """Environments of each actor."""
     deadlines_ms: tuple[float, ...] = ()
@@ -79,7 +81,7 @@ class Fleet:
     def orders(self) -> Orders:
         """Return the orders that a run begins with."""
         asked = () if self.begins == "local" else self.deadlines_ms
-        return Orders((self.envs,) * self.actors + (0,) * self.spare, asked)
+        return Orders((self.envs,) * self.actors + (0,) * self.spare + (self.envs,) * self.vacant, asked)
 
 
 class Balancer:
@@ -115,6 +117,11 @@ class Balancer:
         if self._fleet.fixed:
             return named + self._advise(now, seen)
         return named + (self._relieve(now, seen) or self._judge(now, span) or self._improve(now, seen))
+
+    def regrouped(self, now: float) -> list[Decision]:
+        """Note that other actors or learners are there now: what is on trial cannot be judged any more."""
+        self._looks, self._blind_until = [], now + SETTLE_S
+        return self._unjudged(now) if self._trial is not None else []
 
     def interrupted(self) -> None:
         """Forget the last seconds: the run stood still, which is nobody's fault."""

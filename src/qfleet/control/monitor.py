@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from qfleet.control.growing import Growing
 from qfleet.control.progress import Progress
 from qfleet.control.steering import Steering
 from qfleet.core.errors import CheckpointError, QfleetError, Superseded
-from qfleet.core.protocols import Placement
+from qfleet.core.protocols import Placement, Scalable
 from qfleet.core.statistics import iqm, mean_ci95
 from qfleet.core.types import Evaluated, Notice, Weights
 from qfleet.experiment import Experiment
@@ -63,6 +64,10 @@ class Standing:
     """How many environments each actor acts for by the balancer's orders; empty without any."""
     deadlines_ms: list[float] = field(default_factory=list)
     """Of the inference servers, by these orders."""
+    actors: list[int] = field(default_factory=list)
+    """Which actors are there; empty where none come and go."""
+    learners: int = 0
+    """How many learner ranks the run should have; 0 where they do not change."""
 
 
 @dataclass
@@ -84,6 +89,10 @@ class Monitor:
     def __post_init__(self) -> None:
         self._progress = Progress(self.experiment, time.perf_counter)
         self._steering = Steering(self.experiment, self.handles.orders) if self.experiment.watched else None
+        self.growing: Growing | None = None
+        """What has roles come and go, where they can."""
+        if self.experiment.scalable and isinstance(self.placement, Scalable):
+            self.growing = Growing(self.experiment, self.placement)
         self._checkpointed = self.handles.env_steps.total() // self.experiment.checkpoint.every
         self._checkpointed_at = time.perf_counter()
         self._earlier_s = self.standing.training_s
@@ -171,6 +180,7 @@ class Monitor:
                 self._heard(message)
         self._tell_incidents()
         self._balance()
+        self._grow()
         if self._progress.due(self.experiment.track.every_s):
             self._record()
         if self.callbacks.on_step is not None:
@@ -260,6 +270,17 @@ class Monitor:
             for event in self._steering.look(time.perf_counter(), env_steps, self.placement.reports()):
                 self.announce(event)
 
+    def _grow(self) -> None:
+        """Let the elastic policy look at the run, and tell what came of it."""
+        if self.growing is not None:
+            now = time.perf_counter()
+            events = self.growing.look(now, self.handles.env_steps.total(), self.placement.reports())
+            for event in events:
+                self.announce(event)
+            if self._steering is not None and any(event["event"] == "elastic" for event in events):
+                for event in self._steering.regrouped(now):
+                    self.announce(event)
+
     def _try_checkpoint(self) -> None:
         """Make a checkpoint; one that cannot be written is told once, and the next one tries again."""
         try:
@@ -283,6 +304,9 @@ class Monitor:
         self.standing.training_s = self.training_s
         if self._steering is not None:
             self.standing.envs, self.standing.deadlines_ms = self._steering.paused()
+        if self.growing is not None:
+            self.growing.interrupted()
+            self.standing.actors, self.standing.learners = self.growing.presence()
         if self._best is not None:
             self.save_model(self._best)
             self._best = None

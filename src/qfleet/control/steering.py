@@ -23,6 +23,7 @@ class Steering:
             cores=usable_cores(),
             actors=experiment.actors,
             spare=experiment.spare_actors,
+            vacant=experiment.seats - experiment.all_actors,
             envs=experiment.actor.envs,
             deadlines_ms=_deadlines_ms(experiment),
             begins=inference.begins if isinstance(inference, AdaptiveInference) else None,
@@ -43,6 +44,10 @@ class Steering:
         if self._balancer.orders != orders:
             self._publish()
         return [_event(decision) for decision in found]
+
+    def regrouped(self, now: float) -> list[dict[str, Any]]:
+        """Note that roles came or went; returns events of what the balancer makes of it."""
+        return [_event(decision) for decision in self._balancer.regrouped(now)]
 
     def paused(self) -> tuple[list[int], list[float]]:
         """Note that the run stands still for a while; returns the orders in force, to be saved with it."""

@@ -5,6 +5,7 @@ A role never knows whether the other end is in the same process, another process
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -88,7 +89,9 @@ class Keep(Protocol):
     life: int
     """How often the role was begun anew in this run: 0 the first time."""
     gone: int
-    """How many of those who lived and died together with the role have left the run for good."""
+    """How many of those who may live and die together with the role are not there."""
+    planned: bool
+    """Whether the former life was ended on purpose, after all that had come was used up."""
 
     def array(self, name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """Return the array of that name: zeros in the first life, later what the former life left in it."""
@@ -137,6 +140,17 @@ class Incident:
     """From the death to the moment when its next life was ready, or died too."""
 
 
+@dataclass(frozen=True)
+class Machine:
+    """Where roles of a run can be."""
+
+    id: str
+    name: str
+    cores: float
+    draining: str = ""
+    """Why it will soon be gone; empty if it will not."""
+
+
 class Placement(Protocol):
     """A graph brought to life."""
 
@@ -169,3 +183,32 @@ class Placement(Protocol):
 
     def close(self) -> None:
         """End every role and give everything back."""
+
+
+@runtime_checkable
+class Scalable(Protocol):
+    """A placement whose roles can come and go."""
+
+    def machines(self) -> list[Machine]:
+        """Return where roles can be, the driver's machine first."""
+
+    def home(self, name: str) -> str:
+        """Return the id of the machine where a role is."""
+
+    def present(self, kind: str) -> list[int]:
+        """Return the indices of a kind's roles that are there and stay, in order."""
+
+    def absent(self, kind: str) -> list[int]:
+        """Return the indices of a kind's roles that could come now, in order."""
+
+    def come(self, kind: str, indices: Sequence[int], machine: str) -> bool:
+        """Begin roles that are away; returns False where their kind has come to its end."""
+
+    def go(self, kind: str, indices: Sequence[int]) -> None:
+        """Have roles close between two steps and be away from then on."""
+
+    def regroup(self, kind: str, size: int, rest: str) -> bool:
+        """Let the first `size` roles of a kind be its group; returns False if that cannot be done now.
+
+        They first use up all that was sent to them, and then say that they wait for the reason `rest`.
+        """

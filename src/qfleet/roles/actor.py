@@ -82,10 +82,13 @@ class ActorSetup:
     seed: int
     index: int
     actors: int
+    """How many there may be at most."""
     env_steps: int
     """Budget of the whole run."""
     code: UserCode
     inference: InferenceConfig = field(default_factory=LocalInference)
+    begun: int = 0
+    """How many the run begins with, all where 0: those that join later explore as these do."""
     valued: bool = False
     """Whether replay makes the first priorities of the values that the actor acted by."""
 
@@ -254,8 +257,9 @@ class Actor(Role):
                 self._handles.events.send(Notice(self.kind, self._setup.index, "environment", text))
 
     def _epsilons(self) -> Any:
-        step = self._handles.env_steps.total()
-        return epsilons(self._setup.exploration, step, self._first_env, self._setup.actor.envs, self._total_envs)
+        step, envs = self._handles.env_steps.total(), self._setup.actor.envs
+        begun = self._setup.begun * envs or self._total_envs
+        return epsilons(self._setup.exploration, step, self._first_env % begun, envs, begun)
 
     def metrics(self) -> Mapping[str, float]:
         """Return episode statistics and the present exploration."""

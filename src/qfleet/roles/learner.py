@@ -43,6 +43,9 @@ from qfleet.roles.learning import build_learning
 from qfleet.roles.publishing import Publishing, Shown
 from qfleet.roles.updating import Message
 
+NO_BATCH = "no batch"
+"""What a learner waits for that has used up all that came, as its reports say."""
+
 
 @dataclass(frozen=True)
 class LearnerHandles:
@@ -121,6 +124,9 @@ class Learner(Role):
         if self._handles.weights is not None:
             self._handles.updates.add(-lost)
         ranks = "" if self._setup.group is None else f", {self._setup.group.size} ranks"
+        if keep.planned and not lost:
+            self._notice("regrouped", f"learner goes on from update {self._updates}; epoch {self._epoch}{ranks}")
+            return
         text = f"learner restarted from update {self._updates}: {lost} updates lost; epoch {self._epoch}{ranks}"
         self._notice("restarted", text)
 
@@ -160,7 +166,7 @@ class Learner(Role):
             return WORKED
         if self._feed.exhausted():
             return self._finish()
-        return Idle("no batch", wake_on=self._feed.awaited, deadline=wait if wait > 0 else None)
+        return Idle(NO_BATCH, wake_on=self._feed.awaited, deadline=wait if wait > 0 else None)
 
     def _learn(self, message: Message | None) -> None:
         """Take a message, if one came, and learn from this or the one before; publish when that is due."""
@@ -357,7 +363,7 @@ class Learner(Role):
 
 
 def _as_left(setup: LearnerSetup, keep: Keep | None) -> LearnerSetup:
-    """Return the setup of a group without those who have left it for good: the last ones."""
+    """Return the setup of a group without those who are not there: the last ones."""
     if setup.group is None or keep is None:
         return setup
     return replace(setup, group=replace(setup.group, size=setup.group.size - keep.gone))

@@ -21,7 +21,8 @@ class Progress:
         if self.life:
             self._cells[_LOST] += self._cells[_COUNTED] - self._cells[_SENT]
             self._cells[_SENT] = self._cells[_COUNTED]
-            self._cells[_SEQUENCE] = (self._cells[_SEQUENCE] // _LIFE + 1) * _LIFE
+            # The life may be the greater one: of an actor that was away when its run was saved nothing else is known.
+            self._cells[_SEQUENCE] = max(self._cells[_SEQUENCE] // _LIFE + 1, self.life) * _LIFE
 
     @property
     def sequence(self) -> int:

@@ -55,7 +55,9 @@ class Ports:
     life: int = 0
     """How often the role of the process was begun anew."""
     gone: int = 0
-    """How many of its group have left for good."""
+    """How many of its group are not there."""
+    planned: bool = False
+    """Whether its former life was ended on purpose."""
     hold: bool = True
     """Whether received messages wait for an acknowledgement: those of a role do, but for what it can ask for again."""
 
@@ -63,7 +65,7 @@ class Ports:
         """Return the live handle of an end."""
         stem = edge_stem(self.folder, end.edge)
         if end.side == "keep":
-            return FileKeep(keep_stem(self.folder, end.edge), self.life, end.setting, self.gone)
+            return FileKeep(keep_stem(self.folder, end.edge), self.life, end.setting, self.gone, self.planned)
         if end.side == "kept":
             return KeepReader(keep_stem(self.folder, end.edge))
         if end.side == "sender":

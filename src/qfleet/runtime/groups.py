@@ -1,8 +1,8 @@
-"""Which roles live and die together, and who of them leaves for good when one dies."""
+"""Which roles live and die together, and who of them leaves when one dies."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from qfleet.runtime.graph import Graph
 
@@ -16,6 +16,7 @@ class Groups:
             node.name: [other.name for other in graph.nodes if other is node or node.kind == other.kind in together]
             for node in graph.nodes
         }
+        self._kinds = {node.name: node.kind for node in graph.nodes}
         self._dwindling = {node.name for node in graph.nodes if node.kind in dwindling}
         self.drawn = {name: len(group) for name, group in self._groups.items()}
         """How many were in each role's group at first."""
@@ -32,6 +33,12 @@ class Groups:
         """
         group = self._groups[name]
         return group[-1] if name in self._dwindling and len(group) > 1 else None
+
+    def form(self, kind: str, members: Sequence[str]) -> None:
+        """Let these be all of a kind that live and die together, in this order; the others are alone."""
+        for name in (name for name, other in self._kinds.items() if other == kind):
+            self._groups[name] = [name]
+        self._groups |= {name: list(members) for name in members}
 
     def leave(self, name: str) -> list[str]:
         """Take a role out of its group; returns those who are left."""

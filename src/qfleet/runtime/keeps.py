@@ -21,6 +21,7 @@ class LocalKeep:
     """A keep in the memory of this process, for placements that never begin a role anew."""
 
     life = gone = 0
+    planned = False
 
     def __init__(self) -> None:
         self._arrays: dict[str, NDArray[Any]] = {}
@@ -40,10 +41,10 @@ class LocalKeep:
 
 
 class FileKeep:
-    """A keep in files that begin with `stem`; `life` says how often its role was begun anew, `gone` who is missing."""
+    """A keep in files that begin with `stem`; `life`, `gone` and `planned` are as `Keep` has them."""
 
-    def __init__(self, stem: Path, life: int, setting: str, gone: int = 0) -> None:
-        self.life, self.gone = life, gone
+    def __init__(self, stem: Path, life: int, setting: str, gone: int = 0, planned: bool = False) -> None:
+        self.life, self.gone, self.planned = life, gone, planned
         self._stem, self._setting = stem, setting
         self._state = LatestPublisher(stem)
 

@@ -15,13 +15,15 @@ import signal
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from qfleet.core.errors import ConfigError
 
-LOCK, REQUEST = ".lock", ".request"
+LOCK, REQUEST, SCALE = ".lock", ".request", ".scale"
 INTERRUPTED = "interrupted"
 """The ending of an owner that was told to end at once."""
 BEAT_S = 1.0
@@ -112,6 +114,19 @@ def request_end(directory: Path) -> None:
         ) from error
 
 
+def request_scale(directory: Path, actors: int | None, learners: int | None) -> str:
+    """Ask the owner of a directory for other numbers of actors or learners; returns the id of the request."""
+    request = {"id": uuid.uuid4().hex, "by": f"{_user()}@{socket.gethostname()}"}
+    line = json.dumps({**request, "actors": actors, "learners": learners}) + "\n"
+    try:
+        (directory / SCALE).write_text(line)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory / SCALE} cannot be written ({error.strerror}), and so its owner cannot be asked to scale it"
+        ) from error
+    return request["id"]
+
+
 def clock(time_s: float) -> str:
     """Return a Unix time as this machine's date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
@@ -125,12 +140,16 @@ class Ownership:
     owner: Owner
     asked: Callable[[str], bool]
     """Called in another thread with who asks for the run's end, once a second until it says that it has heard."""
+    wished: Callable[[dict[str, Any]], None]
+    """Called in another thread with each request for other numbers of roles, once."""
     _descriptor: int
     _over: threading.Event = field(default_factory=threading.Event)
     _beats: threading.Thread | None = None
 
     @classmethod
-    def acquire(cls, directory: Path, asked: Callable[[str], bool]) -> Ownership:
+    def acquire(
+        cls, directory: Path, asked: Callable[[str], bool], wished: Callable[[dict[str, Any]], None] = lambda wish: None
+    ) -> Ownership:
         """Take a directory; refuses one that somebody else is using, and takes over that of the dead."""
         try:
             descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -141,7 +160,7 @@ class Ownership:
             os.close(descriptor)
             raise refusal(directory, sight)
         owner = Owner(_user(), socket.gethostname(), os.getpid(), time.time())
-        ownership = cls(directory, owner, asked, descriptor)
+        ownership = cls(directory, owner, asked, wished, descriptor)
         try:
             ownership._begin()
         except OSError:
@@ -161,17 +180,28 @@ class Ownership:
     def _begin(self) -> None:
         _write(self._descriptor, self.owner)
         # Made now and filled later: of a file that is there, another machine's change is seen at once on NFS as well.
-        (self.directory / REQUEST).write_text("")
+        for name in (REQUEST, SCALE):
+            (self.directory / name).write_text("")
         self._beats = threading.Thread(target=self._beat, name="ownership", daemon=True)
         self._beats.start()
 
     def _beat(self) -> None:
-        heard = False
+        heard, told = False, ""
         while not self._over.wait(BEAT_S):
             with contextlib.suppress(OSError):
                 os.utime(self._descriptor)
                 if not heard and (by := (self.directory / REQUEST).read_text().strip()):
                     heard = self.asked(by)
+                if (wish := (self.directory / SCALE).read_text()) != told and wish.endswith("\n"):
+                    told = wish
+                    self._pass_on(wish)
+
+    def _pass_on(self, wish: str) -> None:
+        """Tell of a request that is one; anybody who may write the directory can write anything."""
+        with contextlib.suppress(ValueError):
+            request = json.loads(wish)
+            if isinstance(request, dict):
+                self.wished(request)
 
 
 def interrupt_main_thread() -> bool:

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -25,12 +26,13 @@ from typing import Any, Unpack
 
 from qfleet.core import failpoints
 from qfleet.core.errors import ConfigError
-from qfleet.core.protocols import Report
+from qfleet.core.protocols import Machine, Report
 from qfleet.core.waiting import Waiter
 from qfleet.runtime.channels import Ports, StreamLevels, lay_out
+from qfleet.runtime.comings import ComingsPlacement
 from qfleet.runtime.graph import Graph, Node
 from qfleet.runtime.memory import RunFolder
-from qfleet.runtime.reviving import Revival, RevivingPlacement
+from qfleet.runtime.reviving import Revival
 from qfleet.runtime.worker import (
     Answer,
     Command,
@@ -45,15 +47,18 @@ from qfleet.runtime.worker import (
 )
 
 _HEARTBEAT_S = 0.5
+_HERE = "here"
+"""The id of the only machine."""
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a run to end."""
 
 
-class ProcessPlacement(RevivingPlacement):
+class ProcessPlacement(ComingsPlacement):
     """Runs each node of a graph in its own process.
 
     `spawn` names the kinds of roles that must not be forked; `threads` gives the threads of torch and OpenMP by kind,
-    one where not given. Kinds in `background` leave a core to any other that wants it.
+    one where not given. Kinds in `background` leave a core to any other that wants it. Roles in `away` are not begun
+    yet.
     """
 
     name = "processes"
@@ -64,9 +69,10 @@ class ProcessPlacement(RevivingPlacement):
         spawn: Collection[str] = (),
         threads: Mapping[str, int] | None = None,
         background: Collection[str] = (),
+        away: Collection[str] = (),
         **revival: Unpack[Revival],
     ) -> None:
-        super().__init__(graph, **revival)
+        super().__init__(graph, away, **revival)
         payloads = [_payload(node) for node in graph.nodes]
         self._folder = RunFolder()
         self._setups: dict[str, _Setup] = {}
@@ -84,8 +90,9 @@ class ProcessPlacement(RevivingPlacement):
                 last_words = self._folder.path / f"{node.name}.last_words"
                 ports = self._ports[node.name] = Ports(self._folder.path)
                 self._setups[node.name] = _Setup(node.name, payload, ports, method, count, behind, last_words)
-            for name in self._setups:
-                self._lives[name] = self._begin(name)
+            self._mark_away()
+            for member in self.crew:
+                self._lives[member.name] = self._begin(member.name)
             self._await("built")
         except BaseException:
             self.close()
@@ -93,6 +100,17 @@ class ProcessPlacement(RevivingPlacement):
 
     def _begin(self, name: str) -> _Child:
         return _Child(self._setups[name])
+
+    def machines(self) -> list[Machine]:
+        """Return this machine."""
+        return [Machine(_HERE, socket.gethostname(), float(len(os.sched_getaffinity(0))))]
+
+    def home(self, name: str) -> str:
+        """Return this machine's id."""
+        return _HERE
+
+    def _settle(self, name: str, machine: str) -> None:
+        """Do nothing: all edges are here."""
 
     def _wait_for_news(self, seconds: float) -> None:
         connection.wait([item for child in self._lives.values() for item in child.waitables()], seconds)

@@ -7,48 +7,49 @@ actor is worse than a death, which is repaired here as in `processes`. Only the 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
-import secrets
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
+import numpy as np
+
 from qfleet.core import failpoints
 from qfleet.core.errors import ConfigError, MissingExtra, RoleFailure
+from qfleet.core.protocols import Machine
+from qfleet.core.types import Notice
 
 try:
     import ray
     from ray import cloudpickle
-    from ray.exceptions import GetTimeoutError, RayError
 except ImportError as error:
     raise MissingExtra("ray", "ray", "the placement 'ray'") from error
 
 from qfleet.runtime import ray_cluster
-from qfleet.runtime.channels import Ports, StreamLevels, lay_out
-from qfleet.runtime.crossings import Map, draw_map
-from qfleet.runtime.graph import Graph, Node
-from qfleet.runtime.memory import RunFolder
-from qfleet.runtime.ray_actors import Keeper, RoleActor, RoleSetup, end_process
+from qfleet.runtime.channels import Ports, StreamLevels, edge_stem, lay_out
+from qfleet.runtime.comings import ComingsPlacement
+from qfleet.runtime.crossings import draw_map
+from qfleet.runtime.graph import Graph, Node, ends
+from qfleet.runtime.memory import RunFolder, attach
+from qfleet.runtime.ray_actors import RoleSetup, end_process
 from qfleet.runtime.ray_cluster import Site
+from qfleet.runtime.ray_hands import Hands
+from qfleet.runtime.ray_keepers import Keepers
 from qfleet.runtime.ray_life import ActorLife
-from qfleet.runtime.reviving import Revival, RevivingPlacement
+from qfleet.runtime.reviving import Revival
+from qfleet.runtime.supervisor import Member
 from qfleet.runtime.worker import OpenEnds
 
-_CALLS = 16
-"""How many calls an actor answers at the same time: the driver's, and those of other nodes' keepers."""
-_WARM_S, _STOP_S = 1.0, 5.0
-"""How long a spare may take to say that it lives, and keepers to close."""
 
-
-class RayPlacement(RevivingPlacement):
+class RayPlacement(ComingsPlacement):
     """Runs each node of a graph as a Ray actor, on the cluster at `address`, or on this machine if None.
 
     Kinds in `anywhere` may be on any node of the cluster, all others are on this one. Where nodes besides this one are
     used, `rehearsal` must succeed there first, and their object stores must hold `in_flight` bytes. `threads` gives the
-    threads of torch and OpenMP by kind, one where not given; kinds in `background` leave a core to any other.
+    threads of torch and OpenMP by kind, one where not given; kinds in `background` leave a core to any other. Roles in
+    `away` are not begun yet. Those of kinds in `expendable` may be lost with their node: the run goes on without them.
     """
 
     name = "ray"
@@ -62,96 +63,238 @@ class RayPlacement(RevivingPlacement):
         anywhere: Collection[str] = (),
         rehearsal: Callable[[], Any] | None = None,
         in_flight: float = 0.0,
+        away: Collection[str] = (),
+        expendable: Collection[str] = (),
         **revival: Unpack[Revival],
     ) -> None:
-        super().__init__(graph, **revival)
+        super().__init__(graph, away, **revival)
         payloads = {node.name: _payload(node) for node in graph.nodes}
+        self._graph, self._expendable = graph, set(expendable)
         self._owns_ray = ray_cluster.connect(address)
         self._folder = RunFolder()
-        self._keepers = _Keepers()
-        self._hands = _Hands(sorted({node.build.__module__ for node in graph.nodes}))
+        self._keepers: list[Keepers] = [Keepers()]
+        """Those of the nodes that were there first, then those of roles that came to other nodes."""
+        self._hands = Hands(sorted({node.build.__module__ for node in graph.nodes}))
         self._setups: dict[str, RoleSetup] = {}
         self._carrying = False
         atexit.register(self.close)  # before Ray's own handler
         try:
             nodes = ray_cluster.sites()
-            self._homes = _settle_down(graph, anywhere, nodes)
-            here, *others = dict.fromkeys([nodes[0], *self._homes.values()])
-            ray_cluster.require_alike(others, sys.path, rehearsal)
-            ray_cluster.require_store(others, in_flight)
+            self._grounds = _Grounds(rehearsal, in_flight)
+            self._homes = _settle_down(graph, anywhere, nodes, self._away)
+            self._here, *others = dict.fromkeys([nodes[0], *self._homes.values()])
+            self._grounds.require(others)
             self._warn_of_crowd(ray.cluster_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]
-            self._hands.hire(self._homes, ray_cluster.cpu_shares(self._homes.values()))
-            folders = self._lay_out(graph, here, others)
-            for node in graph.nodes:
-                folder = folders[self._homes[node.name]]
-                ports = self._ports[node.name] = Ports(folder)
-                count, behind = (threads or {}).get(node.kind, 1), node.kind in background
-                last_words = folder / f"{node.name}.last_words"
-                self._setups[node.name] = RoleSetup(
-                    node.name, payloads[node.name], ports, count, behind, last_words, failpoints.wanted()
-                )
-            self._lives |= {node.name: self._begin(node.name) for node in graph.nodes}
+            homes = {member.name: self._homes[member.name] for member in self.crew}
+            self._hands.hire(homes, ray_cluster.cpu_shares(homes.values()))
+            self._set_up(self._lay_out(graph, others), payloads, threads or {}, background)
+            self._mark_away()
+            self._lives |= {name: self._begin(name) for name in homes}
             self._await("built")
-            self._hands.warm({home for name, home in self._homes.items() if name not in self._mortal})
+            self._hands.warm({home for name, home in homes.items() if name not in self._mortal})
         except BaseException:
             self.close()
             raise
 
-    def _lay_out(self, graph: Graph, here: Site, others: list[Site]) -> dict[Site, Path]:
+    def _set_up(
+        self,
+        folders: Mapping[Site, Path],
+        payloads: Mapping[str, bytes],
+        threads: Mapping[str, int],
+        background: Collection[str],
+    ) -> None:
+        """Note what each role is told at its birth."""
+        for node in self._graph.nodes:
+            folder = folders[self._homes[node.name]]
+            ports = self._ports[node.name] = Ports(folder)
+            count, behind = threads.get(node.kind, 1), node.kind in background
+            last_words = folder / f"{node.name}.last_words"
+            self._setups[node.name] = RoleSetup(
+                node.name, payloads[node.name], ports, count, behind, last_words, failpoints.wanted()
+            )
+
+    def _lay_out(self, graph: Graph, others: list[Site]) -> dict[Site, Path]:
         """Make all edges; returns where those of each node are."""
         lay_out(graph, self._folder.path)
         self._levels = StreamLevels(graph, self._folder.path)
         self._ends = OpenEnds(Ports(self._folder.path, hold=False).open)
         if not others:
-            return {here: self._folder.path}
+            return {self._here: self._folder.path}
         homes = {name: site.id for name, site in self._homes.items()}
-        return self._keepers.begin(graph, [here, *others], self._folder.path, draw_map(graph, homes, here.id))
+        drawn = draw_map(graph, homes, self._here.id)
+        return self._keepers[0].begin(graph, [self._here, *others], self._folder.path, drawn)
 
     def advance(self) -> None:
         """Hear from the roles, as every placement does; what goes from node to node goes on from the first time on."""
         if not self._carrying:
             self._carrying = True
-            self._keepers.ask("carry")
+            self._ask_keepers("carry")
         super().advance()
 
     def pause(self) -> None:
         """Stop all roles between two steps, and have everything arrive that they sent."""
         super().pause()
         for _ in range(2):  # what came to this node in the first round goes on in the second
-            self._keepers.ask("settle")
+            self._ask_keepers("settle")
+
+    def _ask_keepers(self, method: str) -> None:
+        for keepers in self._keepers:
+            keepers.ask(method)
 
     def _begin(self, name: str) -> ActorLife:
         home = self._homes[name]
-        return ActorLife(self._hands.take(name, home), self._setups[name], lambda pid: self._keepers.kill(home, pid))
+        return ActorLife(self._hands.take(name, home), self._setups[name], lambda pid: self._kill(home, pid))
+
+    def _kill(self, home: Site, pid: int) -> None:
+        """End a process of a node; with a node that is lost it is dead."""
+        if home == self._here:
+            end_process(pid)
+        elif (keepers := next((one for one in self._keepers if one.has(home)), None)) is not None:
+            keepers.kill(home, pid)
 
     def _wait_for_news(self, seconds: float) -> None:
-        attended = self._keepers.attended()
+        attended = {call: site for keepers in self._keepers for call, site in keepers.attended().items()}
         calls = [*attended, *(call for life in self._lives.values() for call in life.waitables())]
         if not calls:
             time.sleep(seconds)
             return
         ready, _ = ray.wait(calls, timeout=seconds)
-        if lost := [site for call, site in attended.items() if call in ready]:
+        for lost in dict.fromkeys(site for call, site in attended.items() if call in ready):
+            self._lose(lost)
+
+    # ------------------------------------------------------------------ nodes that come and go
+
+    def machines(self) -> list[Machine]:
+        """Return the nodes of the cluster that can have roles, the driver's first."""
+        for name in self._away:
+            self._vacated(name)  # a node that is to go must not wait for us
+        going = ray_cluster.draining()
+        fit = [site for site in ray_cluster.sites() if site.id not in self._grounds.unfit]
+        return [Machine(site.id, site.name, site.cpus, going.get(site.id, "")) for site in fit]
+
+    def home(self, name: str) -> str:
+        """Return the id of the node where a role is, or was last."""
+        return self._homes[name].id
+
+    def absent(self, kind: str) -> list[int]:
+        """Return the indices of a kind's roles that could come now: nothing of what they sent is on its way."""
+        return [index for index in super().absent(kind) if self._vacated(f"{kind}-{index}")]
+
+    def come(self, kind: str, indices: Sequence[int], machine: str) -> bool:
+        """Begin roles that are away on a node; returns False where that cannot be."""
+        site = next((site for site in ray_cluster.sites() if site.id == machine), None)
+        if site is None or any(member.done for member in self.crew if member.report.kind == kind):
+            return False
+        try:
+            self._grounds.require([site] if site != self._here else [])
+        except ConfigError as error:
+            self._grounds.unfit.add(site.id)
+            self._incidents.append(Notice("supervisor", 0, "unfit", f"{error}; the run goes on without that node"))
+            return False
+        self._house([f"{kind}-{index}" for index in indices], site)
+        return super().come(kind, indices, machine)
+
+    def _house(self, names: Sequence[str], site: Site) -> None:
+        """Make the edges of roles on a node where they are to be."""
+        folder = self._folder.path
+        if site != self._here:
+            homes = {name: site.id if name in names else self._here.id for name in self._nodes}
+            keepers, drawn = Keepers(), draw_map(self._graph, homes, self._here.id)
+            folder = keepers.begin(self._graph, [self._here, site], self._folder.path, drawn)[site]
+            stems = {edge: edge_stem(self._folder.path, edge) for edge in self._graph.counters}
+            keepers.seed(site, {edge: attach(stem).view(np.int64).tolist() for edge, stem in stems.items()})
+            self._keepers.append(keepers)
+            if self._carrying:
+                keepers.ask("carry")
+        for name in names:
+            self._homes[name] = site
+            last_words = folder / f"{name}.last_words"
+            self._setups[name] = dataclasses.replace(self._setups[name], last_words=last_words)
+
+    def _settle(self, name: str, machine: str) -> None:
+        self._ports[name].folder = self._setups[name].last_words.parent
+
+    def _leave(self, member: Member) -> None:
+        self._ports[member.name].folder = self._folder.path  # where those are who sent to it, or heard of it
+        super()._leave(member)
+
+    def _vacated(self, name: str) -> bool:
+        """Return whether nothing of a role that is away is on its way any more; its keepers may then go."""
+        site = self._homes[name]
+        sent = [end.edge for end in ends(self._nodes[name].handles) if end.side == "sender"]
+        for keepers in [one for one in self._keepers if one.has(site)] if site != self._here else []:
+            if not keepers.vacated(site, keepers.laid_out(site, sent)):
+                return False
+        self._homes[name] = self._here
+        self._dissolve(site)
+        return True
+
+    def _dissolve(self, site: Site) -> None:
+        """Give a node back that no role is on any more."""
+        if site != self._here and site not in self._homes.values():
+            for keepers in [one for one in self._keepers if one.has(site)]:
+                keepers.leave(site)
+            self._hands.forget(site)
+            self._keepers = [self._keepers[0], *(one for one in self._keepers[1:] if one.abroad)]
+
+    def _lose(self, site: Site) -> None:
+        """Go on without the roles of a lost node, or end the run where it cannot do without them."""
+        there = [name for name, home in self._homes.items() if home == site and name in self._nodes]
+        living = [member for member in self.crew if member.name in there]
+        if site == self._here or any(member.report.kind not in self._expendable for member in living):
+            number = self._keepers[0].index(site)
             self.close()
-            cause = (
-                f"{lost[0].name} was lost with what its roles kept: `qfleet resume` goes on from the last checkpoint"
-            )
-            raise RoleFailure("node", self._keepers.index(lost[0]), cause, died=True)
+            cause = f"{site.name} was lost with what its roles kept: `qfleet resume` goes on from the last checkpoint"
+            raise RoleFailure("node", number, cause, died=True)
+        if living:
+            names = ", ".join(member.name for member in living)
+            self._incidents.append(Notice("supervisor", 0, "node_lost", f"{site.name} was lost, with {names}"))
+        for keepers in self._keepers:
+            keepers.forget(site)
+        self._hands.forget(site)
+        for member in living:
+            self._leaving.add(member.name)
+            if member.name in self._lives:
+                self._lives[member.name].condemn(f"{site.name} was lost")
+            else:
+                self._due.pop(member.name, None)
+                self._leave(member)
 
     def _end(self) -> None:
         atexit.unregister(self.close)
         self._end_lives()
         self._hands.dismiss()
-        self._keepers.close()
+        for keepers in self._keepers:
+            keepers.close()
         self._folder.remove()
         if self._owns_ray:
             ray_cluster.stop_local()
 
 
-def _settle_down(graph: Graph, anywhere: Collection[str], nodes: Sequence[Site]) -> dict[str, Site]:
-    """Return the node that each role is on, in all its lives."""
-    roaming = [node.name for node in graph.nodes if node.kind in anywhere]
-    dealt = ray_cluster.deal(len(graph.nodes) - len(roaming), len(roaming), nodes)
+class _Grounds:
+    """Which nodes have what a run needs; each is looked over once."""
+
+    def __init__(self, rehearsal: Callable[[], Any] | None, in_flight: float) -> None:
+        self._rehearsal, self._in_flight = rehearsal, in_flight
+        self._fit: set[str] = set()
+        self.unfit: set[str] = set()
+        """The ids of nodes that joined and cannot have roles."""
+
+    def require(self, sites: Sequence[Site]) -> None:
+        """Raise ConfigError unless all of these nodes will do."""
+        new = [site for site in sites if site.id not in self._fit]
+        ray_cluster.require_alike(new, sys.path, self._rehearsal)
+        ray_cluster.require_store(new, self._in_flight)
+        self._fit |= {site.id for site in new}
+
+
+def _settle_down(
+    graph: Graph, anywhere: Collection[str], nodes: Sequence[Site], away: Collection[str]
+) -> dict[str, Site]:
+    """Return the node that each role is on; for those that are away the driver's."""
+    there = [node for node in graph.nodes if node.name not in away]
+    roaming = [node.name for node in there if node.kind in anywhere]
+    dealt = ray_cluster.deal(len(there) - len(roaming), len(roaming), nodes)
     return {node.name: nodes[0] for node in graph.nodes} | dict(zip(roaming, dealt, strict=True))
 
 
@@ -163,112 +306,3 @@ def _payload(node: Node) -> bytes:
             f"{node.name} cannot be sent to another process ({error}): run with --placement inline"
         ) from error
     return packed
-
-
-class _Hands:
-    """Makes the actors that become roles: those of the first lives, and on every node a warm one for the next death."""
-
-    def __init__(self, modules: list[str]) -> None:
-        self._modules, self._namespace = modules, f"qfleet-{secrets.token_hex(4)}"
-        self._hired: dict[str, Any] = {}
-        self._spares: dict[Site, Any] = {}
-        self._made = 0
-
-    def hire(self, homes: Mapping[str, Site], shares: Mapping[Site, float]) -> None:
-        """Make the actors of these roles, each on its node and with its share of the CPUs there."""
-        self._hired = {name: self._make(name, home, shares[home]) for name, home in homes.items()}
-        ray_cluster.require_started(self._hired)
-
-    def warm(self, homes: Collection[Site]) -> None:
-        """Have a spare on each of these nodes from now on."""
-        self._spares |= {home: self._make_spare(home) for home in homes}
-
-    def take(self, name: str, home: Site) -> Any:
-        """Return an actor for a role: the one made for it, or else a spare."""
-        if (first := self._hired.pop(name, None)) is not None:
-            return first
-        spare = self._spares.get(home)
-        if spare is None or not _alive(spare):
-            spare = self._make_spare(home)
-        self._spares[home] = self._make_spare(home)
-        return spare
-
-    def dismiss(self) -> None:
-        """End those that have become no role."""
-        for actor in [*self._hired.values(), *self._spares.values()]:
-            ray.kill(actor)
-
-    def _make_spare(self, home: Site) -> Any:
-        self._made += 1
-        return self._make(f"spare-{self._made}", home, 0.0)  # it gets the CPUs of the dead
-
-    def _make(self, name: str, home: Site, cpus: float) -> Any:
-        return _actor(RoleActor, name, self._namespace, home, cpus).remote(self._modules, sys.path)
-
-
-def _actor(cls: type[Any], name: str, namespace: str, home: Site, cpus: float) -> Any:
-    options = {"name": name, "namespace": namespace, "num_cpus": cpus, "max_restarts": 0, "max_task_retries": 0}
-    return ray.remote(cls).options(**options, max_concurrency=_CALLS, scheduling_strategy=ray_cluster.on(home))
-
-
-def _alive(actor: Any) -> bool:
-    try:
-        ray.get(actor.ready.remote(), timeout=_WARM_S)
-    except GetTimeoutError:
-        return True  # it still imports, as a new one would
-    except RayError:
-        return False
-    return True
-
-
-class _Keepers:
-    """The keepers of all nodes, where there are several; the driver is that of its own node, and kills there itself."""
-
-    def __init__(self) -> None:
-        self._actors: dict[Site, Any] = {}
-        self._attending: dict[Any, Site] = {}
-
-    def begin(self, graph: Graph, nodes: list[Site], folder: Path, drawn: Map) -> dict[Site, Path]:
-        """Make the keepers and the edges of their nodes; returns where these are."""
-        namespace = f"qfleet-{secrets.token_hex(4)}"
-        for site in nodes:
-            own = folder if site is nodes[0] else None
-            name = f"keeper-{self.index(site)}"
-            self._actors[site] = _actor(Keeper, name, namespace, site, 0.0).remote(own)
-        self._attending = {keeper.attend.remote(): site for site, keeper in self._actors.items()}
-        edges, by_id = dataclasses.replace(graph, nodes=[]), {site.id: keeper for site, keeper in self._actors.items()}
-        ray.get([self._actors[site].lay_out.remote(edges, drawn.edges[site.id]) for site in nodes[1:]])
-        ray.get(
-            [
-                keeper.begin.remote(site.id, by_id, drawn.imports[site.id], drawn.exports[site.id])
-                for site, keeper in self._actors.items()
-            ]
-        )
-        return {site: ray.get(keeper.folder.remote()) for site, keeper in self._actors.items()}
-
-    def ask(self, method: str) -> None:
-        """Have all keepers do something, and wait for it; one that is lost is noticed by whoever listens."""
-        with contextlib.suppress(RayError):
-            ray.get([getattr(keeper, method).remote() for keeper in self._actors.values()])
-
-    def attended(self) -> dict[Any, Site]:
-        """Return calls that end when a node is lost."""
-        return self._attending
-
-    def index(self, site: Site) -> int:
-        """Return the number of a node."""
-        return list({**self._actors, site: None}).index(site)
-
-    def kill(self, home: Site, pid: int) -> None:
-        """End a process of a node, and what it has started."""
-        if home in list(self._actors)[1:]:
-            self._actors[home].kill.remote(pid)
-        else:
-            end_process(pid)
-
-    def close(self) -> None:
-        """End all of them."""
-        if closing := [keeper.close.remote() for keeper in self._actors.values()]:
-            ray.wait(closing, num_returns=len(closing), timeout=_STOP_S)
-        for keeper in self._actors.values():
-            ray.kill(keeper)

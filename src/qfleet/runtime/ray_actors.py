@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError, RayError
@@ -23,10 +24,11 @@ from ray.exceptions import ActorDiedError, RayError
 from qfleet.core import failpoints
 from qfleet.core.protocols import Report
 from qfleet.core.waiting import Waiter
-from qfleet.runtime.channels import Ports, lay_out
+from qfleet.runtime.channels import Ports, edge_stem, lay_out
 from qfleet.runtime.crossings import Depot, Imports, Parcel, Question
 from qfleet.runtime.graph import Graph
-from qfleet.runtime.memory import RunFolder
+from qfleet.runtime.memory import RunFolder, attach
+from qfleet.runtime.streams import read_level
 from qfleet.runtime.worker import (
     Answer,
     Command,
@@ -194,8 +196,19 @@ class Keeper:
     def settle(self) -> None:
         """Have everything come here that is new elsewhere; all roles are paused."""
         for source in self._sources:
-            while not self._ask(source, 0.0):
-                pass  # another question overtook this one, and its answer may still be on its way
+            with contextlib.suppress(ActorDiedError):  # a node that is lost has nothing more to tell
+                while not self._ask(source, 0.0):
+                    pass  # another question overtook this one, and its answer may still be on its way
+
+    def seed(self, counters: Mapping[str, Sequence[int]]) -> None:
+        """Let counters begin with these cells: roles that were elsewhere before go on counting here."""
+        for edge, cells in counters.items():
+            attach(edge_stem(self._folder, edge)).view(np.int64)[:] = cells
+
+    def unfetched(self, edges: Sequence[str]) -> int:
+        """Return how many messages of some streams have not been used up where they go to."""
+        levels = (read_level(edge, attach(edge_stem(self._folder, edge)).view(np.int64)) for edge in edges)
+        return sum(level.sent - level.taken for level in levels)
 
     def attend(self) -> None:
         """Return when the run is over: whoever waits for it hears at once when this node is lost."""

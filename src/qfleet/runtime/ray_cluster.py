@@ -120,6 +120,22 @@ def sites() -> list[Site]:
     return sorted(found, key=lambda site: (site.id != here, site.id))
 
 
+def draining() -> dict[str, str]:
+    """Return the ids of nodes that are to go, each with why; nothing where this Ray does not tell.
+
+    Ray knows it from `ray drain-node`, from its autoscalers, and from a node whose `ray start` got a SIGTERM.
+    """
+    try:
+        found: dict[str, int] = ray._private.state.state.get_draining_nodes()
+    except (AttributeError, RayError):  # no part of what Ray promises
+        return {}
+    now = time.time()
+    return {
+        node: f"Ray drains it; {max(0.0, at / 1e3 - now):.0f} s are left" if 0 < at < 2**62 else "Ray drains it"
+        for node, at in found.items()
+    }
+
+
 def cpu_shares(homes: Collection[Site], patience_s: float = 10.0) -> dict[Site, float]:
     """Return the CPUs that each role on a node asks for, given the node of every role; raises ConfigError without room.
 

@@ -22,7 +22,7 @@ class ActorLife:
         self._setup, self._kill = setup, kill
         self._orders: list[tuple[Command, str]] = []
         self._obeyed = self._known = 0
-        self._ended = False
+        self._ended = self._stopped = False
         self._verdict = ""
         self._calls = [actor.live.remote(setup)]
         self._last = self._calls[0]
@@ -41,7 +41,7 @@ class ActorLife:
 
     def waitables(self) -> list[Any]:
         """Return the calls that are with the actor."""
-        return [] if self._ended else list(self._calls)
+        return [] if self._ended else [*self._calls, *([self._last] if self._stopped else [])]
 
     def hear(self) -> list[Answer | Report]:
         """Return what the role said, and that its actor died if it did without saying why."""
@@ -59,6 +59,9 @@ class ActorLife:
             except RayError:  # the call or its answer was lost: both may be said again
                 self._calls.append(self.actor.live.remote(self._setup))
         self._ended = self._ended or any(isinstance(item, Answer) and item.what == "failed" for item in heard)
+        if not self._ended and self._stopped and ray.wait([self._last], timeout=0)[0]:
+            self._ended = True
+            heard.append(Answer("died", "its role has closed"))  # the actor itself has nothing more to do
         if self._newest in ready and not self._ended:
             self._call()
         return heard
@@ -87,7 +90,7 @@ class ActorLife:
     def stop(self) -> None:
         """Ask the role to close."""
         self.tell("stop", "")
-        self._last = self.actor.finish.remote()
+        self._last, self._stopped = self.actor.finish.remote(), True
 
     def kill(self) -> None:
         """End the actor."""

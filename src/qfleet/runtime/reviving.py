@@ -222,7 +222,8 @@ class RevivingPlacement(SupervisedPlacement):
         ]
         for member in begun:
             del self._due[member.name]
-            self._ports[member.name].life += 1
+            ports = self._ports[member.name]
+            ports.life, ports.planned = ports.life + 1, False
             self._lives[member.name] = self._begin(member.name)
             self._watchdog.heard(member.name, time.monotonic())
         return begun
@@ -267,15 +268,16 @@ class RevivingPlacement(SupervisedPlacement):
         lives = self._lives.values()
         for life in lives:
             life.stop()
-        _join(lives, STOP_S)
+        join_all(lives, STOP_S)
         for life in lives:
             life.kill()
-        _join(lives, KILL_S)
+        join_all(lives, KILL_S)
         for life in lives:
             life.release()
 
 
-def _join(lives: Collection[Life], patience_s: float) -> None:
+def join_all(lives: Collection[Life], patience_s: float) -> None:
+    """Wait for all of these to end, at most so long."""
     until = time.monotonic() + patience_s
     for life in lives:
         life.join(until)

@@ -34,6 +34,8 @@ class RunDir:
         """Called in another thread when somebody asks for the run's end, until it returns True; Ctrl-C where it can."""
         self.ended_by = ""
         """Who asked for that: USER@HOST."""
+        self.wished: Callable[[dict[str, Any]], None] = lambda wish: None
+        """Called in another thread with each request for other numbers of roles."""
         self._ownership: Ownership | None = None
         self._epoch: Epoch | None = None
         self.begun = False
@@ -68,7 +70,7 @@ class RunDir:
     def __enter__(self) -> RunDir:
         if threading.current_thread() is threading.main_thread():
             self.end = interrupt_main_thread
-        self._ownership = Ownership.acquire(self.path, self._asked)
+        self._ownership = Ownership.acquire(self.path, self._asked, lambda wish: self.wished(wish))
         try:
             self._epoch = Epoch.begin(self.checkpoints)
         except OSError as error:

@@ -2,7 +2,7 @@
 
 Each cursor is written by one side alone, and last of all. A message stays in its slot until it is acknowledged, so an
 end that is opened anew goes on where its predecessor died: the sender at `sent`, the receiver at `taken`. That a
-receiver has left for good is written by the supervisor.
+receiver has left, or that nothing shall be sent for now, is written by the supervisor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qfleet.runtime.memory import NoRoom, SlotReader, SlotWriter, attach, create
 
 Cells = NDArray[np.int64]
 
-SENT, CLOSED, TAKEN, _DESERTED, _LOADED, _SLOTS = 0, 1, 8, 9, 10, 16
+SENT, CLOSED, TAKEN, _DESERTED, _LOADED, _HELD, _SLOTS = 0, 1, 8, 9, 10, 11, 16
 """Where the cells begin; the two sides write to different cache lines."""
 _NUMBER, _GENERATION, _NBYTES, _SLOT_CELLS = range(4)
 """Of a slot: which message it holds (from 1), the generation of its file, and the bytes used."""
@@ -50,9 +50,15 @@ def read_level(edge: str, cells: Cells) -> Level:
     return Level(edge, int(cells[SENT]), int(cells[TAKEN]), (cells.size - _SLOTS) // _SLOT_CELLS)
 
 
-def desert(stem: Path) -> None:
-    """Let the sender know that nobody will receive its messages any more."""
-    attach(stem).view(np.int64)[_DESERTED] = 1
+def desert(stem: Path, deserted: bool = True) -> None:
+    """Let the sender know that nobody will receive its messages, or that somebody does again."""
+    attach(stem).view(np.int64)[_DESERTED] = deserted
+
+
+def hold(stem: Path, more: int | None) -> None:
+    """Let the stream seem full to its sender after so many further messages; None ends that."""
+    cells = attach(stem).view(np.int64)
+    cells[_HELD] = 0 if more is None else cells[SENT] + more + 1
 
 
 class Ring:
@@ -112,12 +118,13 @@ class StreamSender:
         return self._bell.waitable()
 
     def ready(self) -> bool:
-        """Return whether one more message fits."""
-        return self.state() < self._ring.capacity
+        """Return whether one more message fits, and none is held back."""
+        held = int(self._cells[_HELD])  # one more than the messages that may be sent in all, if it is not 0
+        return self.state() < self._ring.capacity and (not held or self.sent() < held - 1)
 
     def send(self, message: Any) -> None:
         """Copy a message into the next slot, then move the cursor over it."""
-        if not self.ready():
+        if self.state() >= self._ring.capacity:  # held or not: its sender may have asked before
             raise RuntimeError("sent into a full stream: ask ready() first")
         number = int(self._cells[SENT])
         failpoint("channel.before_send")

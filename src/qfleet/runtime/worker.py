@@ -22,7 +22,7 @@ from qfleet.runtime import checkpoint
 from qfleet.runtime.graph import End, Node
 from qfleet.runtime.host import Host, Hosted, Wait, build
 
-Command = Literal["run", "pause", "step", "report", "save", "restore", "stop"]
+Command = Literal["run", "pause", "step", "report", "save", "restore", "part", "stop"]
 
 _LONGEST_WAIT_S = 1.0
 _REPORT_S = 0.2
@@ -176,7 +176,7 @@ class Worker:
             name, argument = self._commands.popleft()
             if name == "stop":
                 return False
-            if name in ("save", "restore"):
+            if name in ("save", "restore", "part"):
                 self._engaged = (name, time.monotonic())
             answer = self._carry_out(host, name, argument)
             self._engaged = None
@@ -205,6 +205,8 @@ class Worker:
                 self._ends.save(directory, self._node.name)
             except (CheckpointError, OSError) as error:  # the supervisor knows whether the run can do without
                 return Answer(name, str(error))
+        elif name == "part":
+            hosted.role.state_dict()  # which is kept for the next life
         elif name == "restore":
             hosted.role.load_state_dict(checkpoint.read_state(directory, self._node.name))
             self._ends.restore(directory, self._node.name)

@@ -1,0 +1,89 @@
+"""`qfleet scale`: changes how many actors or learner ranks a run has while it goes on, from wherever its disk is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from qfleet.cli.flags import parse_options, wants_help
+from qfleet.core.config import Config
+from qfleet.core.errors import ConfigError, QfleetError
+
+USAGE = "qfleet scale RUN_DIR [--actors N] [--learners N]"
+WAIT_S, LOOK_S = 120.0, 0.1
+"""How long the change is waited for, and how often it is looked for."""
+
+
+class ScaleOptions(Config):
+    """Flags of `scale`."""
+
+    run_dir: Path
+    """The directory of the run."""
+    actors: int | None = Field(None, gt=0)
+    """How many actors it should have, between elastic.min_actors and elastic.max_actors."""
+    learners: int | None = Field(None, gt=0)
+    """How many learner ranks should share each update, up to elastic.max_learners; the batch stays the same."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Carry out the command."""
+    if wants_help(words):
+        print(
+            f"usage: {USAGE}\n\nChange how many actors or learners a run has while it goes on. Room for more than it"
+            " began with\nis kept by --elastic.max_actors and --elastic.max_learners of `qfleet train`."
+        )
+        return 0
+    given = parse_options(ScaleOptions, words, "run_dir", USAGE)
+    if given.actors is None and given.learners is None:
+        raise ConfigError(f"scale needs --actors N or --learners N; usage: {USAGE}")
+
+    from qfleet.operating import one_run, standing
+    from qfleet.runtime import ownership
+
+    path = one_run(given.run_dir)
+    _require_scalable(path)
+    if (now := standing(path)).state != "running":
+        raise ConfigError(f"{path} cannot be scaled: it is not running ({now.state})")
+    answer = _answer(path, ownership.request_scale(path, given.actors, given.learners))
+    if not answer["applied"]:
+        raise ConfigError(f"{path} was not scaled: {answer['text']}")
+    print(f"{path} has {answer['text']}")
+    return 0
+
+
+def _require_scalable(path: Path) -> None:
+    """Raise ConfigError for a run whose roles cannot come and go."""
+    from qfleet.experiment import Experiment
+
+    experiment = Experiment.from_yaml(path / "config.yaml")
+    if not experiment.scalable:
+        raise ConfigError(
+            f"{path} cannot be scaled: its roles step in a fixed order or without a replay; runs of agents with a"
+            " replay can be, in placement 'processes' or 'ray' without lockstep"
+        )
+
+
+def _answer(path: Path, request: str) -> dict[str, Any]:
+    """Wait for the event that answers a request."""
+    from qfleet.observe.sinks import read_jsonl
+    from qfleet.runtime import ownership
+
+    until = time.monotonic() + WAIT_S
+    while True:
+        alive = ownership.look(path).alive  # first: what it said before its end is then all there
+        events = read_jsonl(path / "events.jsonl") if (path / "events.jsonl").is_file() else []
+        for event in events:
+            if event.get("event") == "scaled" and event.get("request") == request:
+                return event
+        if not alive:
+            raise QfleetError(f"{path} has ended before it was scaled")
+        if time.monotonic() >= until:
+            raise QfleetError(
+                f"{path} was asked to scale and has not done so after {WAIT_S:.0f} s; it may still do so: look for"
+                f" `scaled` in `qfleet logs {path}`"
+            )
+        time.sleep(LOOK_S)

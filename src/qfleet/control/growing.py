@@ -1,0 +1,158 @@
+"""Joins the elastic policy to a run: machines, reports and wishes go in, comings, goings and events come out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from qfleet.control import levers
+from qfleet.control.elastic import Change, Elastic, Limits, NodeSight, Sight, Wish
+from qfleet.control.levers import Situation
+from qfleet.control.sights import Look, Span, look
+from qfleet.core.protocols import Report, Scalable
+from qfleet.core.types import Orders
+from qfleet.experiment import Experiment
+from qfleet.roles.actor import NO_ROOM, Actor
+from qfleet.roles.learner import NO_BATCH, Learner
+
+LOOK_S = 1.0
+"""Seconds between two looks, unless somebody wishes something."""
+WINDOW_S = 5.0
+"""Rates are taken over so many seconds."""
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A wish that somebody waits for the answer to, under this id."""
+
+    id: str
+    wish: Wish
+
+
+class Growing:
+    """The elastic policy of one run, and what carries its decisions out."""
+
+    def __init__(self, experiment: Experiment, placement: Scalable) -> None:
+        self._experiment, self._placement = experiment, placement
+        actors, learners = len(placement.present(Actor.kind)), len(placement.present(Learner.kind))
+        elastic = experiment.elastic
+        limits = Limits(
+            min_actors=elastic.min_actors,
+            max_actors=experiment.seats,
+            min_learners=1 if experiment.regroupable else learners,
+            max_learners=experiment.rank_seats if experiment.regroupable else learners,
+            settle_s=elastic.settle_s,
+            automatic=elastic.automatic == "on",
+        )
+        self._policy = Elastic(limits, actors, learners)
+        self._asked: deque[Request] = deque()
+        self._pending: Request | None = None
+        self._looks: list[Look] = []
+        self._next = float("-inf")
+
+    def ask(self, request: Mapping[str, Any]) -> None:
+        """Take in a request (id, by, actors, learners) from another thread; what is none is left out."""
+        numbers = {name: request.get(name) for name in ("actors", "learners")}
+        if all(number is None or type(number) is int for number in numbers.values()):
+            self._asked.append(Request(str(request.get("id", "")), Wish(str(request.get("by", "")), **numbers)))
+
+    def presence(self) -> tuple[list[int], int]:
+        """Return which actors and how many learner ranks the run should have when it is resumed."""
+        return self._placement.present(Actor.kind), self._policy.learners
+
+    def look(self, now: float, env_steps: int, reports: Sequence[Report]) -> list[Event]:
+        """Let the policy look if it is time to; returns events of what was done."""
+        events = self._heed()
+        if now < self._next and self._pending is None:
+            return events
+        self._next = now + LOOK_S
+        for change in self._policy.decide(self._sight(now, env_steps, reports)):
+            events += self._carry_out(change)
+        return events + self._answer()
+
+    def interrupted(self) -> None:
+        """Forget the last seconds: the run stood still, which is nobody's fault."""
+        self._looks = []
+
+    def _heed(self) -> list[Event]:
+        """Take over the next wish, if none is being met; returns a refusal where it cannot be met."""
+        if self._pending is not None or not self._asked:
+            return []
+        request = self._asked.popleft()
+        if reason := self._policy.refusal(request.wish):
+            return [self._answered(request, False, reason)]
+        self._policy.take(request.wish)
+        self._pending = request
+        return []
+
+    def _answer(self) -> list[Event]:
+        """Say that a wish is met, once it is."""
+        request = self._pending
+        if request is None:
+            return []
+        actors, learners = (len(self._placement.present(kind)) for kind in (Actor.kind, Learner.kind))
+        wish = request.wish
+        if wish.actors not in (None, actors) or wish.learners not in (None, learners):
+            return []
+        self._pending = None
+        return [self._answered(request, True, f"{actors} actors, {learners} learners")]
+
+    def _answered(self, request: Request, applied: bool, text: str) -> Event:
+        return {"event": "scaled", "request": request.id, "by": request.wish.by, "applied": applied, "text": text}
+
+    # ------------------------------------------------------------------ what is seen
+
+    def _sight(self, now: float, env_steps: int, reports: Sequence[Report]) -> Sight:
+        machines = self._placement.machines()
+        homes = [self._placement.home(f"{report.kind}-{report.index}") for report in reports if report.kind != "actor"]
+        actors = [self._placement.home(f"actor-{index}") for index in self._placement.present(Actor.kind)]
+        nodes = [
+            NodeSight(one.id, one.name, one.cores, actors.count(one.id), homes.count(one.id), one.draining)
+            for one in machines
+        ]
+        short, saturated = self._rates(now, env_steps, reports, sum(one.cores for one in machines))
+        return Sight(now, nodes, len(self._placement.present(Learner.kind)), short, saturated)
+
+    def _rates(self, now: float, env_steps: int, reports: Sequence[Report], cores: float) -> tuple[str, bool]:
+        """Return in what way actors are too few, and whether they mostly wait for the learner."""
+        self._looks.append(look(now, env_steps, reports))
+        while len(self._looks) > 2 and now - self._looks[1].at >= WINDOW_S:
+            del self._looks[0]
+        span = Span(self._looks[0], self._looks[-1])
+        if span.seconds < WINDOW_S:
+            return "", False
+        envs = self._experiment.actor.envs
+        seen = Situation(span, Orders((envs,) * self._experiment.seats), envs, cores)
+        waiting = fmean(span.waits(Actor.kind, NO_ROOM).values() or (0.0,))
+        return levers.short_of_actors(seen), waiting >= levers.WAITING
+
+    # ------------------------------------------------------------------ what is done
+
+    def _carry_out(self, change: Change) -> list[Event]:
+        if change.role == Learner.kind:
+            done = self._placement.regroup(Learner.kind, change.after, NO_BATCH)
+            self.interrupted()
+            return [_event(change, "", change.after)] if done else []
+        name = next((one.name for one in self._placement.machines() if one.id == change.node), "")
+        after = self._less(change) if change.after < change.before else self._more(change)
+        self.interrupted()
+        return [_event(change, name, after)] if after != change.before else []
+
+    def _less(self, change: Change) -> int:
+        there = [i for i in self._placement.present(Actor.kind) if self._placement.home(f"actor-{i}") == change.node]
+        self._placement.go(Actor.kind, there[change.after :])
+        return change.after
+
+    def _more(self, change: Change) -> int:
+        coming = self._placement.absent(Actor.kind)[: change.after - change.before]
+        came = self._placement.come(Actor.kind, coming, change.node)
+        return change.before + len(coming) * came
+
+
+def _event(change: Change, node: str, after: int) -> Event:
+    counts = {"before": change.before, "after": after}
+    return {"event": "elastic", "what": f"{change.role}s", "node": node, **counts, "text": change.reason}

@@ -1,0 +1,75 @@
+"""The Ray actors that become roles: made for their first lives, and kept warm for the next ones."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from qfleet.runtime import ray_cluster
+from qfleet.runtime.ray_actors import RoleActor
+from qfleet.runtime.ray_cluster import Site
+from qfleet.runtime.ray_keepers import make_actor
+
+_WARM_S = 1.0
+"""How long a spare may take to say that it lives."""
+
+
+class Hands:
+    """Makes the actors that become roles: those of the first lives, and on every node a warm one for the next death."""
+
+    def __init__(self, modules: list[str]) -> None:
+        self._modules, self._namespace = modules, f"qfleet-{secrets.token_hex(4)}"
+        self._hired: dict[str, Any] = {}
+        self._spares: dict[Site, Any] = {}
+        self._made = 0
+
+    def hire(self, homes: Mapping[str, Site], shares: Mapping[Site, float]) -> None:
+        """Make the actors of these roles, each on its node and with its share of the CPUs there."""
+        self._hired = {name: self._make(name, home, shares[home]) for name, home in homes.items()}
+        ray_cluster.require_started(self._hired)
+
+    def warm(self, homes: Collection[Site]) -> None:
+        """Have a spare on each of these nodes from now on."""
+        self._spares |= {home: self._make_spare(home) for home in homes}
+
+    def take(self, name: str, home: Site) -> Any:
+        """Return an actor for a role: the one made for it, or else a spare."""
+        if (first := self._hired.pop(name, None)) is not None:
+            return first
+        spare = self._spares.get(home)
+        if spare is None or not _alive(spare):
+            spare = self._make_spare(home)
+        self._spares[home] = self._make_spare(home)
+        return spare
+
+    def forget(self, site: Site) -> None:
+        """Have no spare on a node any more."""
+        if (spare := self._spares.pop(site, None)) is not None:
+            ray.kill(spare)
+
+    def dismiss(self) -> None:
+        """End those that have become no role."""
+        for actor in [*self._hired.values(), *self._spares.values()]:
+            ray.kill(actor)
+
+    def _make_spare(self, home: Site) -> Any:
+        self._made += 1
+        return self._make(f"spare-{self._made}", home, 0.0)  # it gets the CPUs of the dead
+
+    def _make(self, name: str, home: Site, cpus: float) -> Any:
+        return make_actor(RoleActor, name, self._namespace, home, cpus).remote(self._modules, sys.path)
+
+
+def _alive(actor: Any) -> bool:
+    try:
+        ray.get(actor.ready.remote(), timeout=_WARM_S)
+    except GetTimeoutError:
+        return True  # it still imports, as a new one would
+    except RayError:
+        return False
+    return True

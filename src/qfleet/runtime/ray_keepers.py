@@ -1,0 +1,128 @@
+"""The keepers of a run's nodes, as the driver holds them: each has the edges of its node and what crosses borders."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from qfleet.runtime import ray_cluster
+from qfleet.runtime.crossings import Map
+from qfleet.runtime.graph import Graph
+from qfleet.runtime.ray_actors import Keeper
+from qfleet.runtime.ray_cluster import Site
+
+_CALLS = 16
+"""How many calls an actor answers at the same time: the driver's, and those of other nodes' keepers."""
+_STOP_S, _ANSWER_S = 5.0, 2.0
+"""How long keepers may take to close, and to say what they have."""
+
+
+def make_actor(cls: type[Any], name: str, namespace: str, home: Site, cpus: float) -> Any:
+    """Return what makes an actor of a class on a node, for good or not at all, with so many CPUs."""
+    options = {"name": name, "namespace": namespace, "num_cpus": cpus, "max_restarts": 0, "max_task_retries": 0}
+    return ray.remote(cls).options(**options, max_concurrency=_CALLS, scheduling_strategy=ray_cluster.on(home))
+
+
+class Keepers:
+    """The keepers of the driver's node and of others, where there are such.
+
+    Those of nodes that joined later are in a `Keepers` of their own, for the roles that began there together.
+    """
+
+    def __init__(self) -> None:
+        self._actors: dict[Site, Any] = {}
+        self._attending: dict[Any, Site] = {}
+        self._edges: Mapping[str, set[str]] = {}
+
+    def begin(self, graph: Graph, nodes: list[Site], folder: Path, drawn: Map) -> dict[Site, Path]:
+        """Make the keepers and the edges of their nodes; returns where these are."""
+        self._edges = drawn.edges
+        namespace = f"qfleet-{secrets.token_hex(4)}"
+        for site in nodes:
+            own = folder if site is nodes[0] else None
+            name = f"keeper-{self.index(site)}"
+            self._actors[site] = make_actor(Keeper, name, namespace, site, 0.0).remote(own)
+        self._attending = {keeper.attend.remote(): site for site, keeper in self._actors.items()}
+        edges, by_id = dataclasses.replace(graph, nodes=[]), {site.id: keeper for site, keeper in self._actors.items()}
+        ray.get([self._actors[site].lay_out.remote(edges, drawn.edges[site.id]) for site in nodes[1:]])
+        ray.get(
+            [
+                keeper.begin.remote(site.id, by_id, drawn.imports[site.id], drawn.exports[site.id])
+                for site, keeper in self._actors.items()
+            ]
+        )
+        return {site: ray.get(keeper.folder.remote()) for site, keeper in self._actors.items()}
+
+    def ask(self, method: str) -> None:
+        """Have all keepers do something, and wait for it; one that is lost is noticed by whoever listens."""
+        with contextlib.suppress(RayError):
+            ray.get([getattr(keeper, method).remote() for keeper in self._actors.values()])
+
+    def attended(self) -> dict[Any, Site]:
+        """Return calls that end when a node is lost."""
+        return self._attending
+
+    def index(self, site: Site) -> int:
+        """Return the number of a node."""
+        return list({**self._actors, site: None}).index(site)
+
+    def has(self, site: Site) -> bool:
+        """Return whether it has a keeper on a node."""
+        return site in self._actors
+
+    @property
+    def abroad(self) -> bool:
+        """Whether it has a keeper on any node but the driver's."""
+        return len(self._actors) > 1
+
+    def laid_out(self, site: Site, edges: Sequence[str]) -> list[str]:
+        """Return those of some edges that it has on a node."""
+        return [edge for edge in edges if edge in self._edges[site.id]]
+
+    def leave(self, site: Site) -> None:
+        """Give a node back, and the driver's too if no other is left; nothing is on its way any more."""
+        leaving = [site] if len(self._actors) > 2 else list(self._actors)
+        _close([self._actors[one] for one in leaving])
+        for one in leaving:
+            self.forget(one)
+
+    def kill(self, home: Site, pid: int) -> None:
+        """End a process of another node, and what it has started."""
+        self._actors[home].kill.remote(pid)
+
+    def seed(self, site: Site, counters: Mapping[str, Sequence[int]]) -> None:
+        """Let the counters of a node begin with these cells."""
+        ray.get(self._actors[site].seed.remote(counters))
+
+    def vacated(self, site: Site, edges: Sequence[str]) -> bool:
+        """Return whether all that was sent into some streams of a node has been used up; True if it is lost."""
+        if site not in self._actors:
+            return True
+        try:
+            left: int = ray.get(self._actors[site].unfetched.remote(edges), timeout=_ANSWER_S)
+        except RayError:
+            return False
+        return left == 0
+
+    def forget(self, site: Site) -> None:
+        """Go on without a node that was lost."""
+        self._actors.pop(site, None)
+        self._attending = {call: other for call, other in self._attending.items() if other != site}
+
+    def close(self) -> None:
+        """End all of them."""
+        _close(list(self._actors.values()))
+
+
+def _close(keepers: Sequence[Any]) -> None:
+    if closing := [keeper.close.remote() for keeper in keepers]:
+        ray.wait(closing, num_returns=len(closing), timeout=_STOP_S)
+    for keeper in keepers:
+        ray.kill(keeper)

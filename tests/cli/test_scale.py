@@ -1,0 +1,87 @@
+"""`qfleet scale`: a real run grows and shrinks from outside, and what cannot be done is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import command
+from started_runs import PROCESSES, Started, lives, training
+
+from qfleet.presets import preset
+from qfleet.runtime.ownership import Ownership
+
+ROOM = {"elastic.max-actors": "3", "elastic.max-learners": "2", "network.input.normalize": "False"}
+
+
+def leave_config(run: Path, **changes: object) -> None:
+    run.mkdir(exist_ok=True)
+    (run / "config.yaml").write_text(preset("mountaincar").replace(**changes).to_yaml())
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "--actors N or --learners N"),
+        (["--actors", "0"], "'actors' = 0"),
+        (["--actors", "two"], "'--actors' = "),
+        (["--learners", "2"], "is not running (dead)"),
+        (["--actor", "2"], "--actors"),
+    ],
+)
+def test_bad_requests_are_refused(
+    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave_config(tmp_path / "run", placement="processes")
+    done = command(capsys, "scale", str(tmp_path / "run"), *words)
+    assert (done.code, done.out) == (2, "")
+    assert told in done.err
+
+
+def test_a_run_whose_roles_take_turns_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave_config(tmp_path / "run")
+    done = command(capsys, "scale", str(tmp_path / "run"), "--actors", "2")
+    assert done.code == 2
+    assert "its roles step in a fixed order" in done.err
+
+
+def test_a_run_that_does_not_answer_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qfleet.cli.scale.WAIT_S", 0.3)
+    leave_config(tmp_path / "run", placement="processes")
+    own = Ownership.acquire(tmp_path / "run", lambda by: True)
+    try:
+        done = command(capsys, "scale", str(tmp_path / "run"), "--actors", "2")
+    finally:
+        own.release()
+    assert done.code == 3
+    assert "has not done so after 0 s" in done.err
+
+
+@pytest.mark.slow
+def test_a_run_grows_and_shrinks_from_outside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Started(tmp_path / "run", {**PROCESSES, **ROOM})
+
+    def living() -> set[str]:
+        run.look()
+        names = {process.name() for process in run.family.values() if lives(process)}
+        return {name for name in names if name.startswith(("actor-", "learner-"))}
+
+    try:
+        run.wait_for(training, 1.0)
+        assert living() == {"actor-0", "actor-1", "learner-0"}
+        grown = command(capsys, "scale", str(run.run), "--actors", "3", "--learners", "2")
+        assert (grown.code, grown.out) == (0, f"{run.run} has 3 actors, 2 learners\n")
+        run.wait_for(lambda path: living() == {"actor-0", "actor-1", "actor-2", "learner-0", "learner-1"})
+        refused = command(capsys, "scale", str(run.run), "--actors", "4")
+        assert refused.code == 2
+        assert "--elastic.max_actors 4" in refused.err
+        shrunk = command(capsys, "scale", str(run.run), "--actors", "1", "--learners", "1")
+        assert (shrunk.code, shrunk.out) == (0, f"{run.run} has 1 actors, 1 learners\n")
+        run.wait_for(lambda path: living() == {"actor-0", "learner-0"})
+        assert "elastic" in command(capsys, "logs", str(run.run)).out
+        assert command(capsys, "stop", str(run.run)).code == 0
+        assert run.end() == 130
+    finally:
+        run.clean_up()

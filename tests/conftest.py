@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
+
+import ray_nodes
 
 # `make test` repeats the same examples; `make test-all` looks for new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -58,42 +54,8 @@ def ray_session() -> Iterator[None]:
     stop_local()
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        bound = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in bound:
-            one.bind(("", 0))
-        return [one.getsockname()[1] for one in bound]
-
-
 @pytest.fixture
 def second_node(ray_session: None) -> Iterator[Callable[[], None]]:
-    """A second node on this machine, as `ray start` on another one would be; calling what is given ends it."""
-    import ray
-
-    head = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head}", "--num-cpus=2", "--block"]
-    # A node that has to find ports by itself waits 15 s for processes that tell them, and ends when they are slow.
-    named = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
-    command += [f"--{name}-port={port}" for name, port in zip(named, free_ports(len(named)), strict=True)]
-    started: list[subprocess.Popen[bytes]] = []
-
-    def await_nodes(count: int, start: bool) -> None:
-        until = time.monotonic() + 300
-        while sum(node["Alive"] for node in ray.nodes()) != count:
-            assert time.monotonic() < until, ray.nodes()
-            if start and (not started or started[-1].poll() is not None):  # Ray gives up when a machine is slow
-                quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-                started.append(subprocess.Popen(command, start_new_session=True, **quiet))
-            time.sleep(0.1)
-
-    def end() -> None:
-        for process in started:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-    await_nodes(2, start=True)
-    yield end
-    end()
-    await_nodes(1, start=False)
+    """A second node on this machine; calling what is given ends it."""
+    with ray_nodes.second_node() as end:
+        yield end

@@ -22,7 +22,7 @@ from qfleet.core.errors import ConfigError, MissingExtra, RoleFailure
 try:
     import ray
     from ray import cloudpickle
-    from ray.exceptions import GetTimeoutError, RayError
+    from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 except ImportError as error:
     raise MissingExtra("ray", "ray", "the placement 'ray'") from error
 
@@ -32,6 +32,7 @@ from qfleet.runtime.crossings import Map, draw_map
 from qfleet.runtime.graph import Graph, Node
 from qfleet.runtime.memory import RunFolder
 from qfleet.runtime.ray_actors import Keeper, RoleActor, RoleSetup, end_process
+from qfleet.runtime.ray_calls import insist
 from qfleet.runtime.ray_cluster import Site
 from qfleet.runtime.ray_life import ActorLife
 from qfleet.runtime.reviving import Revival, RevivingPlacement
@@ -125,13 +126,12 @@ class RayPlacement(RevivingPlacement):
         return ActorLife(self._hands.take(name, home), self._setups[name], lambda pid: self._keepers.kill(home, pid))
 
     def _wait_for_news(self, seconds: float) -> None:
-        attended = self._keepers.attended()
-        calls = [*attended, *(call for life in self._lives.values() for call in life.waitables())]
+        calls = [*self._keepers.attended(), *(call for life in self._lives.values() for call in life.waitables())]
         if not calls:
             time.sleep(seconds)
             return
         ready, _ = ray.wait(calls, timeout=seconds)
-        if lost := [site for call, site in attended.items() if call in ready]:
+        if lost := self._keepers.lost(ready):
             self.close()
             cause = (
                 f"{lost[0].name} was lost with what its roles kept: `qfleet resume` goes on from the last checkpoint"
@@ -213,7 +213,7 @@ def _actor(cls: type[Any], name: str, namespace: str, home: Site, cpus: float) -
 
 def _alive(actor: Any) -> bool:
     try:
-        ray.get(actor.ready.remote(), timeout=_WARM_S)
+        insist(actor.ready, patience_s=_WARM_S)
     except GetTimeoutError:
         return True  # it still imports, as a new one would
     except RayError:
@@ -235,25 +235,41 @@ class _Keepers:
             own = folder if site is nodes[0] else None
             name = f"keeper-{self.index(site)}"
             self._actors[site] = _actor(Keeper, name, namespace, site, 0.0).remote(own)
-        self._attending = {keeper.attend.remote(): site for site, keeper in self._actors.items()}
+        for site in nodes:
+            self._attend(site)
         edges, by_id = dataclasses.replace(graph, nodes=[]), {site.id: keeper for site, keeper in self._actors.items()}
-        ray.get([self._actors[site].lay_out.remote(edges, drawn.edges[site.id]) for site in nodes[1:]])
-        ray.get(
-            [
-                keeper.begin.remote(site.id, by_id, drawn.imports[site.id], drawn.exports[site.id])
-                for site, keeper in self._actors.items()
-            ]
-        )
-        return {site: ray.get(keeper.folder.remote()) for site, keeper in self._actors.items()}
+        for site in nodes[1:]:
+            insist(self._actors[site].lay_out, edges, drawn.edges[site.id])
+        for site, keeper in self._actors.items():
+            insist(keeper.begin, site.id, by_id, drawn.imports[site.id], drawn.exports[site.id])
+        return {site: insist(keeper.folder) for site, keeper in self._actors.items()}
 
     def ask(self, method: str) -> None:
         """Have all keepers do something, and wait for it; one that is lost is noticed by whoever listens."""
         with contextlib.suppress(RayError):
-            ray.get([getattr(keeper, method).remote() for keeper in self._actors.values()])
+            for keeper in self._actors.values():
+                insist(getattr(keeper, method))
 
-    def attended(self) -> dict[Any, Site]:
-        """Return calls that end when a node is lost."""
-        return self._attending
+    def attended(self) -> list[Any]:
+        """Return calls of which one ends when a node is lost."""
+        return list(self._attending)
+
+    def lost(self, ended: Collection[Any]) -> list[Site]:
+        """Return the nodes that are lost, given which calls have ended; a call that was lost itself is made again."""
+        lost = []
+        for call in ended:
+            if (site := self._attending.pop(call, None)) is None:
+                continue
+            try:
+                ray.get(call)
+            except ActorDiedError:
+                lost.append(site)
+            except RayError:
+                self._attend(site)
+        return lost
+
+    def _attend(self, site: Site) -> None:
+        self._attending[self._actors[site].attend.remote()] = site
 
     def index(self, site: Site) -> int:
         """Return the number of a node."""
@@ -262,13 +278,14 @@ class _Keepers:
     def kill(self, home: Site, pid: int) -> None:
         """End a process of a node, and what it has started."""
         if home in list(self._actors)[1:]:
-            self._actors[home].kill.remote(pid)
+            with contextlib.suppress(RayError):  # with its node it is dead
+                insist(self._actors[home].kill, pid, patience_s=_STOP_S)
         else:
             end_process(pid)
 
     def close(self) -> None:
         """End all of them."""
-        if closing := [keeper.close.remote() for keeper in self._actors.values()]:
-            ray.wait(closing, num_returns=len(closing), timeout=_STOP_S)
         for keeper in self._actors.values():
+            with contextlib.suppress(RayError):
+                insist(keeper.close, patience_s=_STOP_S)
             ray.kill(keeper)

@@ -13,6 +13,9 @@ from qfleet.core.protocols import Report
 from qfleet.runtime.ray_actors import PATIENCE_S, RoleSetup, Said
 from qfleet.runtime.worker import Answer, Command, last_words
 
+_OVERDUE_S = 2 * PATIENCE_S
+"""How long an actor may take to answer before it is asked again; it answers within half of it."""
+
 
 class ActorLife:
     """One life of a role in an actor, as the driver holds it."""
@@ -22,6 +25,7 @@ class ActorLife:
         self._setup, self._kill = setup, kill
         self._orders: list[tuple[Command, str]] = []
         self._obeyed = self._known = 0
+        self._report: Report | None = None
         self._ended = False
         self._verdict = ""
         self._calls = [actor.live.remote(setup)]
@@ -31,7 +35,7 @@ class ActorLife:
 
     def _call(self) -> None:
         orders = dict(enumerate(self._orders[self._obeyed :], self._obeyed))
-        self._newest = self.actor.talk.remote(orders, self._known, PATIENCE_S)
+        self._newest, self._called_at = self.actor.talk.remote(orders, self._known, PATIENCE_S), time.monotonic()
         self._calls.append(self._newest)
 
     def tell(self, command: Command, argument: str) -> None:
@@ -58,10 +62,15 @@ class ActorLife:
                 heard.append(Answer("failed", str(error), trace=str(error)))
             except RayError:  # the call or its answer was lost: both may be said again
                 self._calls.append(self.actor.live.remote(self._setup))
+                heard += [self._report] if self._report else []  # what is lost on its way was no silence of the role
         self._ended = self._ended or any(isinstance(item, Answer) and item.what == "failed" for item in heard)
-        if self._newest in ready and not self._ended:
+        if not self._ended and (self._newest in ready or self._overdue()):
             self._call()
         return heard
+
+    def _overdue(self) -> bool:
+        """Return whether the newest call may be lost: Ray takes seconds to say so."""
+        return self.pid > 0 and time.monotonic() - self._called_at > _OVERDUE_S
 
     def _understood(self, said: Said | None) -> list[Answer | Report]:
         """Return what is new in what was said."""
@@ -70,6 +79,7 @@ class ActorLife:
         self.pid, self._obeyed = said.pid, max(self._obeyed, said.obeyed)
         fresh = said.answers[self._known - said.first :]
         self._known += len(fresh)
+        self._report = said.report or self._report
         return [*([said.report] if said.report else []), *fresh]
 
     def _cause_of_death(self, error: ActorDiedError) -> str:

@@ -1,0 +1,95 @@
+"""What becomes of calls that Ray loses on their way, told by actors that only pretend to be Ray's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError  # noqa: E402
+
+from qfleet.core.protocols import Report  # noqa: E402
+from qfleet.runtime import ray_calls, ray_life  # noqa: E402
+from qfleet.runtime.ray_actors import Said  # noqa: E402
+from qfleet.runtime.ray_life import ActorLife  # noqa: E402
+
+LOST = ActorUnavailableError("lost", None)
+REPORT = Report("actor", 0, "running", {}, 0.0, {})
+
+
+class Method:
+    """An actor's method; each call is answered by the next of what is given, and the last one is then always given."""
+
+    def __init__(self, *outcomes: Any) -> None:
+        self._outcomes, self.calls = list(outcomes), []
+
+    def remote(self, *arguments: Any) -> Any:
+        self.calls.append(arguments)
+        return self._outcomes.pop(0) if len(self._outcomes) > 1 else self._outcomes[0]
+
+
+class Actor:
+    def __init__(self, *said: Any) -> None:
+        self.live, self.talk = Method(None), Method(*said)
+
+
+PENDING = object()
+
+
+@pytest.fixture(autouse=True)
+def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are their own answers, and errors those that are raised."""
+
+    def get(call: Any, timeout: float | None = None) -> Any:
+        if isinstance(call, Exception):
+            raise call
+        return call
+
+    def wait(calls: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+        return [call for call in calls if call is not PENDING], [call for call in calls if call is PENDING]
+
+    monkeypatch.setattr(ray_calls, "AGAIN_S", 0.0)
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", wait)
+
+
+def said(report: Report | None = REPORT) -> Said:
+    return Said(pid=7, obeyed=0, first=0, answers=[], report=report)
+
+
+def test_a_call_that_is_lost_is_made_again_with_the_same_arguments():
+    method = Method(LOST, LOST, "answer")
+    assert ray_calls.insist(method, 1, "two") == "answer"
+    assert method.calls == [(1, "two")] * 3
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), GetTimeoutError("late")])
+def test_nobody_insists_on_the_dead_or_beyond_his_patience(error):
+    method = Method(error)
+    with pytest.raises(type(error)):
+        ray_calls.insist(method, patience_s=1.0)
+    assert len(method.calls) == 1
+
+
+def test_a_call_that_is_lost_is_no_silence_of_the_role():
+    """Two losses in a row take Ray four seconds to tell, after which a role that is waited for was taken for dead."""
+    life = ActorLife(Actor(said(), LOST, LOST, PENDING), None, lambda pid: None)
+    assert life.hear() == [REPORT]
+    assert life.hear() == [REPORT]
+    assert life.hear() == [REPORT]
+    assert life.hear() == []
+
+
+def test_an_answer_that_is_overdue_is_asked_for_again_once_the_role_has_spoken(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(ray_life.time, "monotonic", lambda: clock[0])
+    spoken, silent = Actor(said(), PENDING), Actor(PENDING)
+    hear: list[Callable[[], Any]] = [ActorLife(actor, None, lambda pid: None).hear for actor in (spoken, silent)]
+    for clock[0] in (0.1, 0.9, 1.2, 1.3):
+        for each in hear:
+            each()
+    assert len(spoken.talk.calls) == 3
+    assert len(silent.talk.calls) == 1  # it may still import

@@ -42,6 +42,10 @@ class Member:
     """Why its last life ended."""
     built: bool = False
     """Whether it was ready in any of its lives."""
+    ready_at: float | None = None
+    """When this life was ready."""
+    lived_s: float = 0.0
+    """How long its last life had been ready when it ended."""
 
 
 def starting(name: str, kind: str, index: int) -> Member:
@@ -257,6 +261,8 @@ class SupervisedPlacement(ABC):
         elif answer.what == "died":
             self._tell_incident(member)
             member.died_at, member.cause = time.monotonic(), answer.cause
+            member.lived_s = 0.0 if member.ready_at is None else member.died_at - member.ready_at
+            member.ready_at = None
             if self._turns is not None:
                 text = f"{member.name} died: from here on the numbers of this run are not those of an inline one"
                 self._incidents.append(Notice("supervisor", 0, "lockstep", text))
@@ -269,7 +275,7 @@ class SupervisedPlacement(ABC):
                 self._tell(member, "run", "")
         elif answer.what == "built":
             self._tell_incident(member)
-            member.died_at, member.built = None, True
+            member.died_at, member.built, member.ready_at = None, True, time.monotonic()
 
     def _tell_incident(self, member: Member) -> None:
         """Tell of a member's last death, if its next life was not ready before."""

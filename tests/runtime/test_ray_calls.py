@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from toy_roles import kept_pipeline
 
 ray = pytest.importorskip("ray")
 
@@ -15,6 +18,8 @@ from qfleet.core.protocols import Report  # noqa: E402
 from qfleet.runtime import ray_calls, ray_life  # noqa: E402
 from qfleet.runtime.ray_actors import Said  # noqa: E402
 from qfleet.runtime.ray_life import ActorLife  # noqa: E402
+from qfleet.runtime.supervisor import SupervisedPlacement  # noqa: E402
+from qfleet.runtime.worker import Answer  # noqa: E402
 
 LOST = ActorUnavailableError("lost", None)
 REPORT = Report("actor", 0, "running", {}, 0.0, {})
@@ -81,6 +86,50 @@ def test_a_call_that_is_lost_is_no_silence_of_the_role():
     assert life.hear() == [REPORT]
     assert life.hear() == [REPORT]
     assert life.hear() == []
+
+
+def test_a_command_has_reached_an_actor_when_it_said_so():
+    life = ActorLife(Actor(said(), LOST, replace(said(), obeyed=1), PENDING), None, lambda pid: None)
+    life.hear()
+    assert life.reached
+    life.tell("pause", "")
+    assert not life.reached
+    life.hear()
+    assert life.reached
+
+
+class Pausing(SupervisedPlacement):
+    """Two roles: the first one stops at once, the second when it has heard of it, some rounds of listening later."""
+
+    def __init__(self, deaf: int) -> None:
+        super().__init__(kept_pipeline(1))
+        self._running, self._deaf, self._waiting = True, deaf, []
+        self.told: list[str] = []
+
+    def _tell(self, member: Any, command: Any, argument: str) -> None:
+        self.told.append(member.name)
+        self._waiting.append(member)
+
+    def _reached(self, member: Any) -> bool:
+        return member is self.crew[0] or self._deaf < 0
+
+    def _listen(self, seconds: float) -> list[Any]:
+        self._deaf -= 1
+        ready = [member for member in self._waiting if member is self.crew[0] or self._deaf < 0]
+        self._waiting = [member for member in self._waiting if member not in ready]
+        return [(member, Answer("pause")) for member in ready]
+
+    def _save_own_ends(self, directory: Path) -> None: ...
+
+    def _restore_own_ends(self, directory: Path) -> None: ...
+
+    def _end(self) -> None: ...
+
+
+def test_those_that_are_paused_are_not_told_again_while_a_command_may_be_lost():
+    placement = Pausing(deaf=20)
+    placement.pause()
+    assert placement.told == [member.name for member in placement.crew]
 
 
 def test_an_answer_that_is_overdue_is_asked_for_again_once_the_role_has_spoken(monkeypatch):

@@ -36,6 +36,7 @@ from qfleet.runtime.ray_calls import insist
 from qfleet.runtime.ray_cluster import Site
 from qfleet.runtime.ray_life import ActorLife
 from qfleet.runtime.reviving import Revival, RevivingPlacement
+from qfleet.runtime.supervisor import Member
 from qfleet.runtime.worker import OpenEnds
 
 _CALLS = 16
@@ -120,6 +121,10 @@ class RayPlacement(RevivingPlacement):
         super().pause()
         for _ in range(2):  # what came to this node in the first round goes on in the second
             self._keepers.ask("settle")
+
+    def _reached(self, member: Member) -> bool:
+        life = self._lives.get(member.name)
+        return not isinstance(life, ActorLife) or life.reached
 
     def _begin(self, name: str) -> ActorLife:
         home = self._homes[name]

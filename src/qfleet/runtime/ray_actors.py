@@ -98,15 +98,18 @@ class RoleActor:
         """Obey numbered commands, each once and in order; return what was said beyond the first `known` answers.
 
         Waits so many seconds for that, or until it is called again: one call at a time is enough to hear everything.
+        Where there was a command, it says at once that it came.
         """
         with self._news:
-            self._calls = call = self._calls + 1
+            self._calls, before = self._calls + 1, self._obeyed
+            call = self._calls
             self._news.notify_all()
             while self._worker is not None and self._obeyed in orders:
                 self._worker.command(*orders[self._obeyed])
                 self._obeyed += 1
                 self._ring.send(b"!")
-            self._news.wait_for(lambda: len(self._said) > known or self._calls > call, patience)
+            if self._obeyed == before:
+                self._news.wait_for(lambda: len(self._said) > known or self._calls > call, patience)
             report = self._worker.report() if self._worker else None
             return Said(os.getpid(), self._obeyed, known, self._said[known:], report)
 

@@ -43,6 +43,11 @@ class ActorLife:
         self._orders.append((command, argument))
         self._call()
 
+    @property
+    def reached(self) -> bool:
+        """Whether the actor is known to have got every command."""
+        return self._obeyed == len(self._orders)
+
     def waitables(self) -> list[Any]:
         """Return the calls that are with the actor."""
         return [] if self._ended else list(self._calls)

@@ -108,6 +108,10 @@ class SupervisedPlacement(ABC):
     def _end(self) -> None:
         """End all workers and give everything back; called once."""
 
+    def _reached(self, member: Member) -> bool:
+        """Return whether all commands are known to have come to a worker."""
+        return True
+
     def _replaceable(self, member: Member) -> bool:
         """Return whether a dead role can be begun anew."""
         return False
@@ -218,8 +222,8 @@ class SupervisedPlacement(ABC):
         """Bring every role to a stop between two steps.
 
         A role inside a collective cannot stop before its peers have taken their part, and these may need a batch
-        from a role that is paused already. So whenever it stays quiet, all that are paused get one more round. The
-        dead stand still, and so do those that are begun anew.
+        from a role that is paused already. So whenever it stays quiet, all that are paused get one more round, unless
+        one that moves may not have heard of the pause. The dead stand still, and so do those that are begun anew.
         """
         self._pausing = True
         moving = {member.name for member in self.crew if member.died_at is None}
@@ -228,7 +232,7 @@ class SupervisedPlacement(ABC):
             heard = [(m.name, answer.what) for m, answer in self._hear(_NUDGE_S)]
             stopped = {name for name, what in heard if what in ("pause", "died")}
             moving -= stopped
-            if not stopped and moving:
+            if not stopped and moving and all(self._reached(m) for m in self.crew if m.name in moving):
                 nudged = [m for m in self.crew if m.name not in moving and m.died_at is None]
                 moving |= {member.name for member in nudged}
                 for member in nudged:

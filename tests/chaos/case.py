@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from breaking import Breaker
 from cases import Case, case
 from history import check
 from numbered_env import journals
+from page import repairs
 from test_kills import Patient, experiment, lives, stored
 
 import qfleet.api as api
@@ -106,15 +106,6 @@ def broken(what: Case, folder: Path, breaker: Breaker) -> dict[str, Any]:
         "stored": history.stored,
         "repairs": repairs(deaths, run.learners),
     }
-
-
-def repairs(deaths: Lines, learners: int) -> dict[str, list[float]]:
-    """Return the seconds from each death to the next life at work, by role; one of several learners is a rank."""
-    seconds = defaultdict(list)
-    for death in deaths:
-        role = "rank" if death["role"] == "learner" and learners > 1 else death["role"]
-        seconds[role].append(round(death["seconds_to_repair"], 3))
-    return seconds
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Writes the page that says what came of all cases."""
+"""Counts what came of cases, and writes the page that says it."""
 
 from __future__ import annotations
 
@@ -79,6 +79,15 @@ def aim(role: str, seconds: list[float]) -> str:
     if role not in AIMS:
         return ""
     return f"{AIMS[role]:g}{'' if np.percentile(seconds, 95) <= AIMS[role] else ', missed'}"
+
+
+def repairs(deaths: list[dict[str, Any]], learners: int) -> dict[str, list[float]]:
+    """Return the seconds from each death to the next life at work, by role; one of several learners is a rank."""
+    seconds = defaultdict(list)
+    for death in deaths:
+        role = "rank" if death["role"] == "learner" and learners > 1 else death["role"]
+        seconds[role].append(round(death["seconds_to_repair"], 3))
+    return seconds
 
 
 def total(results: list[Verdict], what: str) -> int:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import matrix
 import pytest
-from case import repairs
 from cases import KILLS, LOSS, LOSSES, PAUSES, POINTS, RUNS, case
-from page import page
+from page import page, repairs
 
 from qfleet.core.failpoints import parse
 

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from toy_roles import kept_pipeline
 
-ray = pytest.importorskip("ray")
+from qfleet.core.protocols import Report
+from qfleet.runtime.supervisor import SupervisedPlacement
+from qfleet.runtime.worker import Answer
 
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError  # noqa: E402
-
-from qfleet.core.protocols import Report  # noqa: E402
-from qfleet.runtime import ray_calls, ray_life  # noqa: E402
-from qfleet.runtime.ray_actors import Said  # noqa: E402
-from qfleet.runtime.ray_life import ActorLife  # noqa: E402
-from qfleet.runtime.supervisor import SupervisedPlacement  # noqa: E402
-from qfleet.runtime.worker import Answer  # noqa: E402
-
-LOST = ActorUnavailableError("lost", None)
 REPORT = Report("actor", 0, "running", {}, 0.0, {})
+LOST, PENDING = object(), object()
 
 
 class Method:
@@ -41,14 +34,17 @@ class Actor:
         self.live, self.talk = Method(None), Method(*said)
 
 
-PENDING = object()
-
-
 @pytest.fixture(autouse=True)
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are their own answers, and errors those that are raised."""
+    """Calls are their own answers, and errors those that are raised. Ray is imported here, which takes a second."""
+    ray = pytest.importorskip("ray")
+    from ray.exceptions import ActorUnavailableError
+
+    from qfleet.runtime import ray_calls
 
     def get(call: Any, timeout: float | None = None) -> Any:
+        if call is LOST:
+            raise ActorUnavailableError("lost", None)
         if isinstance(call, Exception):
             raise call
         return call
@@ -61,27 +57,44 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "wait", wait)
 
 
-def said(report: Report | None = REPORT) -> Said:
-    return Said(pid=7, obeyed=0, first=0, answers=[], report=report)
+def said(obeyed: int = 0) -> Any:
+    from qfleet.runtime.ray_actors import Said
+
+    return Said(pid=7, obeyed=obeyed, first=0, answers=[], report=REPORT)
+
+
+def life_of(actor: Actor) -> Any:
+    from qfleet.runtime.ray_life import ActorLife
+
+    return ActorLife(actor, None, lambda pid: None)
+
+
+def insist(method: Method, *arguments: Any, **patience: float) -> Any:
+    from qfleet.runtime import ray_calls
+
+    return ray_calls.insist(method, *arguments, **patience)
 
 
 def test_a_call_that_is_lost_is_made_again_with_the_same_arguments():
     method = Method(LOST, LOST, "answer")
-    assert ray_calls.insist(method, 1, "two") == "answer"
+    assert insist(method, 1, "two") == "answer"
     assert method.calls == [(1, "two")] * 3
 
 
-@pytest.mark.parametrize("error", [ActorDiedError(), GetTimeoutError("late")])
-def test_nobody_insists_on_the_dead_or_beyond_his_patience(error):
+@pytest.mark.parametrize("name", ["ActorDiedError", "GetTimeoutError"])
+def test_nobody_insists_on_the_dead_or_beyond_his_patience(name):
+    import ray.exceptions
+
+    error = getattr(ray.exceptions, name)()
     method = Method(error)
     with pytest.raises(type(error)):
-        ray_calls.insist(method, patience_s=1.0)
+        insist(method, patience_s=1.0)
     assert len(method.calls) == 1
 
 
 def test_a_call_that_is_lost_is_no_silence_of_the_role():
     """Two losses in a row take Ray four seconds to tell, after which a role that is waited for was taken for dead."""
-    life = ActorLife(Actor(said(), LOST, LOST, PENDING), None, lambda pid: None)
+    life = life_of(Actor(said(), LOST, LOST, PENDING))
     assert life.hear() == [REPORT]
     assert life.hear() == [REPORT]
     assert life.hear() == [REPORT]
@@ -89,7 +102,7 @@ def test_a_call_that_is_lost_is_no_silence_of_the_role():
 
 
 def test_a_command_has_reached_an_actor_when_it_said_so():
-    life = ActorLife(Actor(said(), LOST, replace(said(), obeyed=1), PENDING), None, lambda pid: None)
+    life = life_of(Actor(said(), LOST, said(obeyed=1), PENDING))
     life.hear()
     assert life.reached
     life.tell("pause", "")
@@ -134,9 +147,9 @@ def test_those_that_are_paused_are_not_told_again_while_a_command_may_be_lost():
 
 def test_an_answer_that_is_overdue_is_asked_for_again_once_the_role_has_spoken(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(ray_life.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     spoken, silent = Actor(said(), PENDING), Actor(PENDING)
-    hear: list[Callable[[], Any]] = [ActorLife(actor, None, lambda pid: None).hear for actor in (spoken, silent)]
+    hear: list[Callable[[], Any]] = [life_of(actor).hear for actor in (spoken, silent)]
     for clock[0] in (0.1, 0.9, 1.2, 1.3):
         for each in hear:
             each()

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import multiprocessing.forkserver
 import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
+
+from ray_nodes import OtherNode, other_node
 
 # `make test` repeats the same examples; `make test-all` looks for new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -76,63 +72,11 @@ def ray_session() -> Iterator[None]:
     stop_local()
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        bound = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in bound:
-            one.bind(("", 0))
-        return [one.getsockname()[1] for one in bound]
-
-
-class OtherNode:
-    """A second Ray node on this machine, as `ray start` on another one would be."""
-
-    def __init__(self) -> None:
-        self._started: list[subprocess.Popen[bytes]] = []
-
-    def begin(self, seconds: float = 300.0) -> str:
-        """Start it and wait until it is there; returns its id."""
-        import ray
-
-        before = {node["NodeID"] for node in ray.nodes()}
-        until, self._started = time.monotonic() + seconds, []
-        while not (new := [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["NodeID"] not in before]):
-            assert time.monotonic() < until, ray.nodes()
-            if not self._started or self._started[-1].poll() is not None:  # Ray gives up when a machine is slow
-                quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-                self._started.append(subprocess.Popen(self._command(), start_new_session=True, **quiet))
-            time.sleep(0.1)
-        return str(new[0])
-
-    def _command(self) -> list[str]:
-        import ray
-
-        head = ray.get_runtime_context().gcs_address
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={head}", "--num-cpus=2", "--block"]
-        # A node that has to find ports by itself waits 15 s for processes that tell them, and ends when they are slow.
-        named = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
-        return command + [f"--{name}-port={port}" for name, port in zip(named, free_ports(len(named)), strict=True)]
-
-    def end(self) -> None:
-        """Kill all of it at once, as a machine that goes down does."""
-        for process in self._started:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
 @pytest.fixture
 def later_node(ray_session: None) -> Iterator[OtherNode]:
-    """A second node that is not there yet."""
-    import ray
-
-    node = OtherNode()
-    yield node
-    node.end()
-    until = time.monotonic() + 300
-    while sum(one["Alive"] for one in ray.nodes()) != 1:
-        assert time.monotonic() < until, ray.nodes()
-        time.sleep(0.1)
+    """A second node on this machine that is not there yet."""
+    with other_node() as node:
+        yield node
 
 
 @pytest.fixture

@@ -46,6 +46,8 @@ from qfleet.sharing import crossing_bytes, require_shared_memory
 T = TypeVar("T")
 _FALLS = 5
 """How often in a row a run goes back to its last checkpoint because of quick deaths."""
+_QUICK_S = 60.0
+"""A death is quick that comes sooner than this after the run began or went back."""
 _SECOND_SIGNAL_S = 0.5
 """A second Ctrl-C that comes sooner than this is taken for the first one."""
 
@@ -97,12 +99,13 @@ class Session:
 
     def _persist(self, restore: checkpoint.Found | None, whole: ExitStack) -> dict[str, Any]:
         """Train to the end, also over deaths after which all must go back to a checkpoint."""
-        restarts = Restarts(_FALLS)
+        restarts = Restarts(_FALLS, _QUICK_S)
         while True:
+            began = time.monotonic()
             try:
                 return self._carry_out(restore, whole)
             except RoleFailure as failure:
-                delay = restarts.delay(failure.role, time.monotonic())
+                delay = restarts.delay(failure.role, time.monotonic() - began)
                 if self._fallen is None or delay is None or self._interrupts.count:
                     raise
                 self._interrupts.heed()

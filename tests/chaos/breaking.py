@@ -9,9 +9,8 @@ import threading
 from typing import Any
 
 import numpy as np
+from cases import PAUSES, Case
 
-LEAST_S, MOST_S = 0.02, 0.5
-"""Seconds between two faults."""
 PAUSED_S = 1.0
 """The longest that a process is stopped for."""
 
@@ -19,9 +18,9 @@ PAUSED_S = 1.0
 class Breaker(threading.Thread):
     """Breaks one process after the other, whatever the run is doing, until it has killed enough or the run is over."""
 
-    def __init__(self, kills: int, pausing: bool, rng: np.random.Generator) -> None:
+    def __init__(self, what: Case, rng: np.random.Generator) -> None:
         super().__init__(name="breaker", daemon=True)
-        self._kills, self._pausing, self._rng = kills, pausing, rng
+        self._what, self._rng = what, rng
         self._broken: set[int] = set()
         self._over = threading.Event()
         self.placement: Any = None
@@ -30,7 +29,7 @@ class Breaker(threading.Thread):
         self.paused = 0
 
     def run(self) -> None:
-        while len(self.killed) < self._kills and not self._over.wait(self._rng.uniform(LEAST_S, MOST_S)):
+        while len(self.killed) < self._what.kills and not self._over.wait(self._rng.uniform(*self._what.between_s)):
             if self.placement is None:
                 continue
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
@@ -45,15 +44,26 @@ class Breaker(threading.Thread):
         # A copy by `dict` is made in one step of the interpreter: the run's own thread changes the original.
         pids = dict(self.placement.pids())
         phases = {f"{report.kind}-{report.index}": report.phase for report in self.placement.reports()}
-        if not pids:
+        living = sorted(name for name, pid in pids.items() if pid)  # an actor of Ray has 0 until it has said its number
+        if not living:
             return
-        name = str(self._rng.choice(sorted(pids)))
-        if self._pausing and self._rng.random() < 0.3:
+        name = str(self._rng.choice(living))
+        if self._what.faults == PAUSES and self._rng.random() < 0.3:
             os.kill(pids[name], signal.SIGSTOP)
             self._over.wait(self._rng.uniform(0, PAUSED_S))
             os.kill(pids[name], signal.SIGCONT)
             self.paused += 1
         elif pids[name] not in self._broken:
-            os.kill(pids[name], signal.SIGKILL)
+            self._kill(name, pids[name])
             self._broken.add(pids[name])
             self.killed.append((name, phases.get(name, "unknown")))
+
+    def _kill(self, name: str, pid: int) -> None:
+        """Kill a process; every other one of Ray's by Ray's own means."""
+        life = self.placement._lives.get(name)
+        if self.placement.name == "ray" and len(self.killed) % 2 and life is not None and life.pid == pid:
+            import ray
+
+            ray.kill(life.actor)
+        else:
+            os.kill(pid, signal.SIGKILL)

@@ -8,24 +8,28 @@ acknowledged once and nothing else, counters never went back, every death is in 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "program"))
 
 import numpy as np
 import psutil
 from breaking import Breaker
-from cases import PAUSES, Case, case
+from cases import Case, case
 from history import check
 from numbered_env import journals
+from page import repairs
 from test_kills import Patient, experiment, lives, stored
 
 import qfleet.api as api
@@ -36,19 +40,33 @@ from qfleet.program import place
 from qfleet.replay import Replay
 from qfleet.replay.samplers import PrioritisedSampler
 from qfleet.runtime.memory import shared_memory_root
+from ray_nodes import other_node
 
-ROLES = ("actor-", "replay-", "learner-", "evaluator-", "inference-", "server-")
+ROLES = ("actor-", "replay-", "learner-", "evaluator-", "inference-", "server-", "worker-", "ray::", "raylet", "gcs_")
+ALONE = "QFLEET_CHAOS_ALONE"
+"""Set in the process of one case."""
 Lines = list[dict[str, Any]]
 
 
 def main() -> None:
-    for seed in map(int, sys.argv[1:]):
-        print(json.dumps(verdict(case(seed))), flush=True)
+    for what in map(case, map(int, sys.argv[1:])):
+        if what.on_ray and ALONE not in os.environ:
+            print(in_its_own_process(what), flush=True)
+        else:
+            print(json.dumps(verdict(what)), flush=True)
+
+
+def in_its_own_process(what: Case) -> str:
+    """Run a case in a process that has no Ray from the case before; returns its line."""
+    environment = os.environ | what.environment | {ALONE: "1"}
+    command = [sys.executable, __file__, str(what.seed)]
+    said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return said.splitlines()[-1]  # Ray prints there that actors died
 
 
 def verdict(what: Case) -> dict[str, Any]:
     """Run a case; return what was done to it, what it cost and, in `failed`, what went wrong."""
-    began, breaker = time.monotonic(), Breaker(what.kills, what.faults == PAUSES, np.random.default_rng(what.seed))
+    began, breaker = time.monotonic(), Breaker(what, np.random.default_rng(what.seed))
     found: dict[str, Any] = {"seed": what.seed, "run": what.run, "faults": what.faults, "points": what.points}
     with tempfile.TemporaryDirectory() as name:
         try:
@@ -63,12 +81,13 @@ def verdict(what: Case) -> dict[str, Any]:
 
 def broken(what: Case, folder: Path, breaker: Breaker) -> dict[str, Any]:
     """Run a case to its end and check all that was promised."""
-    run = experiment(folder, what.env_steps, **{"checkpoint.every": 1000, **what.settings})
+    run = experiment(folder, what.env_steps, **what.settings)
     os.environ[VARIABLE] = what.points
     qfleet.session.place = watched(breaker)
-    breaker.start()
-    done = api.train(run, run_dir=folder / "run")
-    breaker.stop()
+    with cluster(what):
+        breaker.start()
+        done = api.train(run, run_dir=folder / "run")
+        breaker.stop()
     assert done.summary["env_steps"] >= run.env_steps
     nothing_left()
     events, metrics = (lines(folder / "run" / name) for name in ("events.jsonl", "metrics.jsonl"))
@@ -80,17 +99,37 @@ def broken(what: Case, folder: Path, breaker: Breaker) -> dict[str, Any]:
     sound(shards)
     evicting, ticks = run.replay.capacity < run.env_steps, run.actor.unroll * run.actor.groups
     history = check(shards, journals(folder / "journal"), evicting, unsent=1 if ticks == 1 else ticks + 1)
-    repairs: dict[str, list[float]] = defaultdict(list)
-    for death in deaths:
-        repairs[death["role"]].append(round(death["seconds_to_repair"], 3))
-    return {"deaths": lives(deaths), "sent": history.sent, "stored": history.stored, "repairs": repairs}
+    return {
+        "placement": run.placement,
+        "deaths": lives(deaths),
+        "sent": history.sent,
+        "stored": history.stored,
+        "repairs": repairs(deaths, run.learners),
+    }
+
+
+@contextlib.contextmanager
+def cluster(what: Case) -> Iterator[None]:
+    """Have two nodes of Ray where a case asks for them; a run that needs one starts it."""
+    if what.nodes == 1:
+        yield
+        return
+    from qfleet.runtime.ray_cluster import start_local, stop_local
+
+    start_local()
+    try:
+        with other_node() as node:
+            node.begin()
+            yield
+    finally:
+        stop_local()
 
 
 def watched(breaker: Breaker) -> Any:
     """Return what makes placements as ever, shows them to the breaker, and lets roles die as often as they like."""
 
-    def placed(*arguments: Any) -> Any:
-        placement: Any = place(*arguments)
+    def placed(*arguments: Any, **named: Any) -> Any:
+        placement: Any = place(*arguments, **named)
         placement._restarts = Patient()
         breaker.placement = placement
         return placement

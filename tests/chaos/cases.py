@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-KILLS, PAUSES, POINTS = "kills", "kills and pauses", "failpoints"
+KILLS, PAUSES, POINTS, LOSS = "kills", "kills and pauses", "failpoints", "lost calls"
 RUNS: dict[str, dict[str, Any]] = {
     "one learner": {},
     "uniform replay": {"replay.sampler": {"kind": "uniform"}},
@@ -22,8 +23,21 @@ RUNS: dict[str, dict[str, Any]] = {
     "two learners, two shards": {"learners": 2, "replay.shards": 2},
     "three learners, fewer": {"learners": 3, "parallel.after_death": "fewer"},
     "parameter server": {"learners": 2, "parallel.update.kind": "server", "parallel.update.servers": 2},
+    "ray": {"placement": "ray"},
+    "ray, two learners": {"placement": "ray", "learners": 2},
+    "ray, two nodes": {"placement": "ray"},
 }
 """Settings beside those of every case, by name."""
+LOSSES = {
+    "CoreWorkerService.grpc_client.PushTask": {
+        "num_failures": -1,
+        "req_failure_prob": 9,
+        "resp_failure_prob": 8,
+        "in_flight_failure_prob": 8,
+    }
+}
+"""What Ray does to calls of actors' methods: of a hundred, so many do not arrive, have their answer lost, or run while
+their caller is told already that they failed; -1 means that there is no end to it."""
 SITES = {
     "actor": ("channel.before_send", "channel.after_write", "channel.after_send", "worker.step"),
     "replay": ("replay.before_commit", "replay.after_commit", "channel.before_ack", "channel.after_send"),
@@ -47,21 +61,48 @@ class Case:
     """How many processes are killed at random moments."""
     points: str
     """Failpoints, as `QFLEET_FAIL` has them."""
+    between_s: tuple[float, float] = (0.02, 0.5)
+    """The fewest and the most seconds between two faults."""
+
+    @property
+    def on_ray(self) -> bool:
+        """Whether its roles are Ray actors."""
+        return RUNS[self.run].get("placement") == "ray"
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes of Ray it has; its actors are on the second one if there are two."""
+        return 2 if self.run == "ray, two nodes" else 1
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What Ray must find in the environment before it is imported."""
+        return {"RAY_testing_rpc_failure": json.dumps(LOSSES)} if self.faults == LOSS else {}
 
     @property
     def settings(self) -> dict[str, Any]:
         """What its run has beside the settings of every case."""
-        return {"seed": self.seed, **RUNS[self.run]}
+        return {"seed": self.seed, "checkpoint.every": min(1000, self.env_steps // 3), **RUNS[self.run]}
 
 
 def case(seed: int) -> Case:
     """Return the case of a seed. Runs and faults take turns, so that any stretch of seeds has all of them."""
     rng = np.random.default_rng(seed)
     run = list(RUNS)[seed % len(RUNS)]
-    faults = (KILLS, POINTS, KILLS, PAUSES)[seed // len(RUNS) % 4]
+    on_ray = RUNS[run].get("placement") == "ray"
+    faults = (KILLS, POINTS, LOSS if on_ray else KILLS, PAUSES)[seed // len(RUNS) % 4]
     if faults == POINTS:
         return Case(seed, run, faults, 2500, 0, ",".join(_points(rng, RUNS[run])))
+    if on_ray:  # a death costs seconds of a core there: the next spare imports torch
+        return Case(seed, run, faults, _steps_on_ray(run, faults), int(rng.integers(5, 9)), "", between_s=(0.5, 8.0))
     return Case(seed, run, faults, 12_000, int(rng.integers(15, 25)), "")
+
+
+def _steps_on_ray(run: str, faults: str) -> int:
+    """Return how long a run is: it takes Ray two seconds to say that a call is lost, on which two nodes wait most."""
+    if faults == LOSS:
+        return 900 if run == "ray, two nodes" else 3000
+    return 40_000
 
 
 def _points(rng: np.random.Generator, settings: dict[str, Any]) -> list[str]:

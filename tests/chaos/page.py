@@ -1,4 +1,4 @@
-"""Writes the page that says what came of all cases."""
+"""Counts what came of cases, and writes the page that says it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import numpy as np
 
 Verdict = dict[str, Any]
 """What came of one case."""
-AIMS = {"actor": 5.0, "replay": 10.0, "learner": 15.0}
+AIMS = {"actor": 5.0, "replay": 10.0, "learner": 15.0, "rank": 10.0}
 """Seconds within which 95 of 100 deaths are to be repaired."""
 HEAD = """# Chaos
 
 `make chaos` (`tests/chaos/matrix.py`) kills and stops processes of runs, at random moments and at failpoints, as each
-seed says. A checker compares the replay with what every environment wrote down: an acknowledged transition that is
-missing, there twice or made up fails a case, and so do counters that go back, deaths without an event, a run that does
-not end, and processes or shared memory left behind.
+seed says; on Ray every other kill is Ray's own, and in some cases a quarter of the calls of actors' methods is lost
+(`RAY_testing_rpc_failure`, whose draws Ray does not let us seed). A checker compares the replay with what every
+environment wrote down: an acknowledged transition that is missing, there twice or made up fails a case, and so do
+counters that go back, deaths without an event, a run that does not end, and processes or shared memory left behind.
 """
 
 
@@ -33,10 +34,11 @@ def page(results: list[Verdict]) -> str:
             "|---|---|---|---|---|---|",
             *by_run(results),
             "",
-            "Seconds from a death to the next life at work, on two cores that other programs used too:",
+            "Seconds from a death to the next life at work. A rank is one of several learners, which are begun anew"
+            " together:",
             "",
-            "| role | deaths | median | 95 of 100 | most | aim for 95 of 100 |",
-            "|---|---|---|---|---|---|",
+            "| placement | role | repairs | median | 95 of 100 | most | aim for 95 of 100 |",
+            "|---|---|---|---|---|---|---|",
             *by_role(results),
             "",
         ]
@@ -57,15 +59,35 @@ def by_run(results: list[Verdict]) -> list[str]:
 
 
 def by_role(results: list[Verdict]) -> list[str]:
-    """Return a row for each kind of role."""
+    """Return a row for each kind of role in each placement."""
     repairs = defaultdict(list)
     for found in results:
         for role, seconds in found.get("repairs", {}).items():
-            repairs[role] += seconds
+            repairs[found["placement"], role] += seconds
     return [
-        f"| {role} | {len(s)} | {np.median(s):.2f} | {np.percentile(s, 95):.2f} | {max(s):.2f} | {AIMS.get(role, '')} |"
-        for role, s in sorted(repairs.items())
+        f"| {placement} | {role} | {times(s)} | {aim(role, s)} |" for (placement, role), s in sorted(repairs.items())
     ]
+
+
+def times(seconds: list[float]) -> str:
+    """Return how many they are, their median, what 95 of 100 are within, and the most."""
+    return f"{len(seconds)} | {np.median(seconds):.2f} | {np.percentile(seconds, 95):.2f} | {max(seconds):.2f}"
+
+
+def aim(role: str, seconds: list[float]) -> str:
+    """Return what was aimed for, and whether it was missed."""
+    if role not in AIMS:
+        return ""
+    return f"{AIMS[role]:g}{'' if np.percentile(seconds, 95) <= AIMS[role] else ', missed'}"
+
+
+def repairs(deaths: list[dict[str, Any]], learners: int) -> dict[str, list[float]]:
+    """Return the seconds from each death to the next life at work, by role; one of several learners is a rank."""
+    seconds = defaultdict(list)
+    for death in deaths:
+        role = "rank" if death["role"] == "learner" and learners > 1 else death["role"]
+        seconds[role].append(round(death["seconds_to_repair"], 3))
+    return seconds
 
 
 def total(results: list[Verdict], what: str) -> int:

@@ -38,7 +38,7 @@ ROLES = ("actor-0", "actor-1", "replay-0", "learner-0", "evaluator-0")
 class Patient:
     """Lets a role die as often as it likes."""
 
-    def delay(self, name: str, now: float) -> float:
+    def delay(self, name: str, lived_s: float) -> float:
         return 0.0
 
     def in_a_row(self, name: str) -> int:

@@ -275,7 +275,16 @@ def test_bad_failpoint_is_refused_before_anything_is_started(monkeypatch: pytest
     assert own_folders(os.getpid()) == []
 
 
-def test_quick_deaths_are_begun_anew_later_and_later_and_rare_ones_at_once() -> None:
-    restarts = Restarts(4)
-    assert [restarts.delay("a", second) for second in (0, 1, 3, 7, 20)] == [0, 1, 2, 4, None]
-    assert [restarts.delay("b", second) for second in (0, 61, 130, 200, 300, 400)] == [0] * 6
+def test_deaths_after_short_lives_are_begun_anew_later_and_later_and_others_at_once() -> None:
+    restarts = Restarts(4, quick_s=10.0)
+    assert [restarts.delay("a", lived) for lived in (300.0, 0.0, 9.0, 1.0, 2.0)] == [0, 1, 2, 4, None]
+    assert [restarts.delay("b", lived) for lived in (0.0, 1.0, 11.0, 1.0, 11.0, 11.0)] == [0, 1, 0, 1, 0, 0]
+
+
+def test_a_role_that_works_between_its_deaths_may_die_as_often_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A soak ended after a minute: one fault in ten seconds was taken for a role that cannot live."""
+    monkeypatch.setattr(reviving, "_QUICK_S", 0.05)
+    monkeypatch.setenv("QFLEET_FAIL", "kept_consumer-0/worker.step:kill@20:always")
+    placement = ProcessPlacement(kept_pipeline(100, pace_s=0.01), restarts=1)
+    assert run_to_end(placement)["kept_consumer"]["position"] == 100
+    assert len([one for one in placement.incidents() if isinstance(one, Incident)]) > 2

@@ -141,6 +141,10 @@ class RayPlacement(ComingsPlacement):
         for keepers in self._keepers:
             keepers.ask(method)
 
+    def _reached(self, member: Member) -> bool:
+        life = self._lives.get(member.name)
+        return not isinstance(life, ActorLife) or life.reached
+
     def _begin(self, name: str) -> ActorLife:
         home = self._homes[name]
         return ActorLife(self._hands.take(name, home), self._setups[name], lambda pid: self._kill(home, pid))
@@ -153,13 +157,13 @@ class RayPlacement(ComingsPlacement):
             keepers.kill(home, pid)
 
     def _wait_for_news(self, seconds: float) -> None:
-        attended = {call: site for keepers in self._keepers for call, site in keepers.attended().items()}
+        attended = [call for keepers in self._keepers for call in keepers.attended()]
         calls = [*attended, *(call for life in self._lives.values() for call in life.waitables())]
         if not calls:
             time.sleep(seconds)
             return
         ready, _ = ray.wait(calls, timeout=seconds)
-        for lost in dict.fromkeys(site for call, site in attended.items() if call in ready):
+        for lost in dict.fromkeys(site for keepers in self._keepers for site in keepers.lost(ready)):
             self._lose(lost)
 
     # ------------------------------------------------------------------ nodes that come and go

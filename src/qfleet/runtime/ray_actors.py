@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from qfleet.runtime.channels import Ports, edge_stem, lay_out
 from qfleet.runtime.crossings import Depot, Imports, Parcel, Question
 from qfleet.runtime.graph import Graph
 from qfleet.runtime.memory import RunFolder, attach
+from qfleet.runtime.ray_calls import AGAIN_S, insist
 from qfleet.runtime.streams import read_level
 from qfleet.runtime.worker import (
     Answer,
@@ -43,7 +44,6 @@ from qfleet.runtime.worker import (
 PATIENCE_S = 0.5
 """How long a call stays where it was made, when there is nothing to tell."""
 _STOP_S = 5.0
-_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -100,15 +100,18 @@ class RoleActor:
         """Obey numbered commands, each once and in order; return what was said beyond the first `known` answers.
 
         Waits so many seconds for that, or until it is called again: one call at a time is enough to hear everything.
+        Where there was a command, it says at once that it came.
         """
         with self._news:
-            self._calls = call = self._calls + 1
+            self._calls, before = self._calls + 1, self._obeyed
+            call = self._calls
             self._news.notify_all()
             while self._worker is not None and self._obeyed in orders:
                 self._worker.command(*orders[self._obeyed])
                 self._obeyed += 1
                 self._ring.send(b"!")
-            self._news.wait_for(lambda: len(self._said) > known or self._calls > call, patience)
+            if self._obeyed == before:
+                self._news.wait_for(lambda: len(self._said) > known or self._calls > call, patience)
             report = self._worker.report() if self._worker else None
             return Said(os.getpid(), self._obeyed, known, self._said[known:], report)
 
@@ -153,13 +156,16 @@ class RoleActor:
 class Keeper:
     """Owns one node's part of the run's edges, and what its roles keep; has what is new on other nodes come here.
 
-    On the driver's node the folder is the driver's.
+    On the driver's node the folder is the driver's. Each method bears to be called again by who lost its answer.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._own = RunFolder() if folder is None else None
         self._folder = folder or self._own.path  # type: ignore[union-attr]
         self._closed = threading.Event()
+        self._beginning = threading.Lock()
+        self._begun: set[str] = set()
+        """What is done once, and was."""
         self._put: dict[str, tuple[int, Any]] = {}
         """The newest values that were asked for, as Ray objects: each is put once, for all nodes."""
         self._depot: Depot
@@ -171,21 +177,28 @@ class Keeper:
 
     def lay_out(self, edges: Graph, here: set[str]) -> None:
         """Make the files of a graph's edges that are used here."""
-        lay_out(edges, self._folder, here)
+        with self._once("lay_out") as first:
+            if first:
+                lay_out(edges, self._folder, here)
 
     def begin(
         self, name: str, keepers: Mapping[str, Any], imports: Mapping[str, Imports], exports: Mapping[str, Imports]
     ) -> None:
         """Learn who the others are and what is exchanged with them."""
-        self._name, self._keepers, self._sources = name, keepers, list(imports)
-        self._depot = Depot(self._folder, imports, exports)
+        with self._once("begin") as first:
+            if first:
+                self._name, self._keepers, self._sources = name, keepers, list(imports)
+                self._depot = Depot(self._folder, imports, exports)
 
     def carry(self) -> None:
         """Let what is new on other nodes come here from now on."""
-        for source in self._sources:
-            threading.Thread(target=self._follow, args=(source,), name=f"from {source}", daemon=True).start()
-        if self._depot.entries:
-            threading.Thread(target=self._tell_taken, name="taken", daemon=True).start()
+        with self._once("carry") as first:
+            if not first:
+                return
+            for source in self._sources:
+                threading.Thread(target=self._follow, args=(source,), name=f"from {source}", daemon=True).start()
+            if self._depot.entries:
+                threading.Thread(target=self._tell_taken, name="taken", daemon=True).start()
 
     def fetch(self, asker: str, question: Question, patience: float) -> Parcel:
         """Answer another node's question, when there is something new or so many seconds have passed."""
@@ -224,6 +237,13 @@ class Keeper:
         if self._own is not None:
             self._own.remove()
 
+    @contextlib.contextmanager
+    def _once(self, what: str) -> Iterator[bool]:
+        """Say whether something is to be done now; who comes second waits until the first has done it."""
+        with self._beginning:
+            yield what not in self._begun
+            self._begun.add(what)
+
     def _object(self, edge: str, stamp: int, frame: Any) -> tuple[int, Any]:
         known = self._put.get(edge, (0, None))
         if known[0] < stamp:
@@ -232,7 +252,7 @@ class Keeper:
 
     def _ask(self, source: str, patience: float) -> bool:
         """Take in what another node has for this one; returns whether that was everything."""
-        parcel: Parcel = ray.get(self._keepers[source].fetch.remote(self._name, self._depot.question(source), patience))
+        parcel: Parcel = insist(self._keepers[source].fetch, self._name, self._depot.question(source), patience)
         values = {edge: (stamp, ray.get(frame)) for edge, (stamp, frame) in parcel.values.items()}
         self._depot.take_in(source, replace(parcel, values=values))
         return parcel.heeded
@@ -245,7 +265,7 @@ class Keeper:
             except ActorDiedError:
                 return
             except RayError:
-                time.sleep(_AGAIN_S)
+                time.sleep(AGAIN_S)
 
     def _tell_taken(self) -> None:
         """Tell senders elsewhere at once what roles here have taken."""

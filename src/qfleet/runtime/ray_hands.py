@@ -12,6 +12,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from qfleet.runtime import ray_cluster
 from qfleet.runtime.ray_actors import RoleActor
+from qfleet.runtime.ray_calls import insist
 from qfleet.runtime.ray_cluster import Site
 from qfleet.runtime.ray_keepers import make_actor
 
@@ -67,7 +68,7 @@ class Hands:
 
 def _alive(actor: Any) -> bool:
     try:
-        ray.get(actor.ready.remote(), timeout=_WARM_S)
+        insist(actor.ready, patience_s=_WARM_S)
     except GetTimeoutError:
         return True  # it still imports, as a new one would
     except RayError:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from qfleet.runtime import ray_cluster
 from qfleet.runtime.crossings import Map
 from qfleet.runtime.graph import Graph
 from qfleet.runtime.ray_actors import Keeper
+from qfleet.runtime.ray_calls import insist
 from qfleet.runtime.ray_cluster import Site
 
 _CALLS = 16
@@ -49,25 +50,41 @@ class Keepers:
             own = folder if site is nodes[0] else None
             name = f"keeper-{self.index(site)}"
             self._actors[site] = make_actor(Keeper, name, namespace, site, 0.0).remote(own)
-        self._attending = {keeper.attend.remote(): site for site, keeper in self._actors.items()}
+        for site in nodes:
+            self._attend(site)
         edges, by_id = dataclasses.replace(graph, nodes=[]), {site.id: keeper for site, keeper in self._actors.items()}
-        ray.get([self._actors[site].lay_out.remote(edges, drawn.edges[site.id]) for site in nodes[1:]])
-        ray.get(
-            [
-                keeper.begin.remote(site.id, by_id, drawn.imports[site.id], drawn.exports[site.id])
-                for site, keeper in self._actors.items()
-            ]
-        )
-        return {site: ray.get(keeper.folder.remote()) for site, keeper in self._actors.items()}
+        for site in nodes[1:]:
+            insist(self._actors[site].lay_out, edges, drawn.edges[site.id])
+        for site, keeper in self._actors.items():
+            insist(keeper.begin, site.id, by_id, drawn.imports[site.id], drawn.exports[site.id])
+        return {site: insist(keeper.folder) for site, keeper in self._actors.items()}
 
     def ask(self, method: str) -> None:
         """Have all keepers do something, and wait for it; one that is lost is noticed by whoever listens."""
         with contextlib.suppress(RayError):
-            ray.get([getattr(keeper, method).remote() for keeper in self._actors.values()])
+            for keeper in self._actors.values():
+                insist(getattr(keeper, method))
 
-    def attended(self) -> dict[Any, Site]:
-        """Return calls that end when a node is lost."""
-        return self._attending
+    def attended(self) -> list[Any]:
+        """Return calls of which one ends when a node is lost."""
+        return list(self._attending)
+
+    def lost(self, ended: Collection[Any]) -> list[Site]:
+        """Return the nodes that are lost, given which calls have ended; a call that was lost itself is made again."""
+        lost = []
+        for call in ended:
+            if (site := self._attending.pop(call, None)) is None:
+                continue
+            try:
+                ray.get(call)
+            except ActorDiedError:
+                lost.append(site)
+            except RayError:
+                self._attend(site)
+        return lost
+
+    def _attend(self, site: Site) -> None:
+        self._attending[self._actors[site].attend.remote()] = site
 
     def index(self, site: Site) -> int:
         """Return the number of a node."""
@@ -95,18 +112,19 @@ class Keepers:
 
     def kill(self, home: Site, pid: int) -> None:
         """End a process of another node, and what it has started."""
-        self._actors[home].kill.remote(pid)
+        with contextlib.suppress(RayError):  # with its node it is dead
+            insist(self._actors[home].kill, pid, patience_s=_STOP_S)
 
     def seed(self, site: Site, counters: Mapping[str, Sequence[int]]) -> None:
         """Let the counters of a node begin with these cells."""
-        ray.get(self._actors[site].seed.remote(counters))
+        insist(self._actors[site].seed, counters)
 
     def vacated(self, site: Site, edges: Sequence[str]) -> bool:
         """Return whether all that was sent into some streams of a node has been used up; True if it is lost."""
         if site not in self._actors:
             return True
         try:
-            left: int = ray.get(self._actors[site].unfetched.remote(edges), timeout=_ANSWER_S)
+            left: int = insist(self._actors[site].unfetched, edges, patience_s=_ANSWER_S)
         except RayError:
             return False
         return left == 0
@@ -122,7 +140,7 @@ class Keepers:
 
 
 def _close(keepers: Sequence[Any]) -> None:
-    if closing := [keeper.close.remote() for keeper in keepers]:
-        ray.wait(closing, num_returns=len(closing), timeout=_STOP_S)
     for keeper in keepers:
+        with contextlib.suppress(RayError):
+            insist(keeper.close, patience_s=_STOP_S)
         ray.kill(keeper)

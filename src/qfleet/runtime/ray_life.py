@@ -13,6 +13,9 @@ from qfleet.core.protocols import Report
 from qfleet.runtime.ray_actors import PATIENCE_S, RoleSetup, Said
 from qfleet.runtime.worker import Answer, Command, last_words
 
+_OVERDUE_S = 2 * PATIENCE_S
+"""How long an actor may take to answer before it is asked again; it answers within half of it."""
+
 
 class ActorLife:
     """One life of a role in an actor, as the driver holds it."""
@@ -22,6 +25,7 @@ class ActorLife:
         self._setup, self._kill = setup, kill
         self._orders: list[tuple[Command, str]] = []
         self._obeyed = self._known = 0
+        self._report: Report | None = None
         self._ended = self._stopped = False
         self._verdict = ""
         self._calls = [actor.live.remote(setup)]
@@ -31,13 +35,18 @@ class ActorLife:
 
     def _call(self) -> None:
         orders = dict(enumerate(self._orders[self._obeyed :], self._obeyed))
-        self._newest = self.actor.talk.remote(orders, self._known, PATIENCE_S)
+        self._newest, self._called_at = self.actor.talk.remote(orders, self._known, PATIENCE_S), time.monotonic()
         self._calls.append(self._newest)
 
     def tell(self, command: Command, argument: str) -> None:
         """Send a command; that it is dead is noticed by `hear`."""
         self._orders.append((command, argument))
         self._call()
+
+    @property
+    def reached(self) -> bool:
+        """Whether the actor is known to have got every command."""
+        return self._obeyed == len(self._orders)
 
     def waitables(self) -> list[Any]:
         """Return the calls that are with the actor."""
@@ -58,13 +67,31 @@ class ActorLife:
                 heard.append(Answer("failed", str(error), trace=str(error)))
             except RayError:  # the call or its answer was lost: both may be said again
                 self._calls.append(self.actor.live.remote(self._setup))
+                heard += [self._report] if self._report else []  # what is lost on its way was no silence of the role
         self._ended = self._ended or any(isinstance(item, Answer) and item.what == "failed" for item in heard)
-        if not self._ended and self._stopped and ray.wait([self._last], timeout=0)[0]:
+        if not self._ended and self._closed():
             self._ended = True
             heard.append(Answer("died", "its role has closed"))  # the actor itself has nothing more to do
-        if self._newest in ready and not self._ended:
+        if not self._ended and (self._newest in ready or self._overdue()):
             self._call()
         return heard
+
+    def _overdue(self) -> bool:
+        """Return whether the newest call may be lost: Ray takes seconds to say so."""
+        return self.pid > 0 and time.monotonic() - self._called_at > _OVERDUE_S
+
+    def _closed(self) -> bool:
+        """Return whether the role has closed, as it was asked to."""
+        if not self._stopped or not ray.wait([self._last], timeout=0)[0]:
+            return False
+        try:
+            ray.get(self._last)
+        except (ActorDiedError, RayTaskError):
+            return True
+        except RayError:  # the question was lost
+            self._last = self.actor.finish.remote()
+            return False
+        return True
 
     def _understood(self, said: Said | None) -> list[Answer | Report]:
         """Return what is new in what was said."""
@@ -73,6 +100,7 @@ class ActorLife:
         self.pid, self._obeyed = said.pid, max(self._obeyed, said.obeyed)
         fresh = said.answers[self._known - said.first :]
         self._known += len(fresh)
+        self._report = said.report or self._report
         return [*([said.report] if said.report else []), *fresh]
 
     def _cause_of_death(self, error: ActorDiedError) -> str:

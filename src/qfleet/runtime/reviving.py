@@ -24,6 +24,8 @@ from qfleet.runtime.worker import Answer, Command, OpenEnds
 
 STOP_S, KILL_S = 5.0, 5.0
 """How long a life may take to close its role, and to be gone after it was killed."""
+_QUICK_S = 10.0
+"""A role that works for so long before it dies again is worth another life, however often that happens."""
 _CULPRIT_S = 0.3
 """How long the death is waited for that one of a group complains of."""
 _CROWDED = 4
@@ -70,7 +72,7 @@ class Revival(TypedDict, total=False):
     brief: Collection[str]
     """Kinds whose steps cost little to be made again: they are not waited for when a person waits for the end."""
     restarts: int
-    """How many deaths that follow each other quickly are survived; 5 where not given."""
+    """How many deaths after short lives are survived in a row; 5 where not given."""
     stall: float
     """Seconds that a step may take, 60 where not given: a role that takes longer hangs, and is taken for dead."""
     lockstep: bool
@@ -91,7 +93,7 @@ class RevivingPlacement(SupervisedPlacement):
         self._nodes = {node.name: node for node in graph.nodes}
         self._groups = Groups(graph, revival.get("groups", ()), revival.get("dwindling", ()))
         self._brief = {node.name for node in graph.nodes if node.kind in revival.get("brief", ())}
-        self._restarts, self._standstill = Restarts(revival.get("restarts", 5)), Standstill()
+        self._restarts, self._standstill = Restarts(revival.get("restarts", 5), _QUICK_S), Standstill()
         self._watchdog = Watchdog(revival.get("stall", 60.0))
         self._ports: dict[str, Ports] = {}
         self._lives: dict[str, Life] = {}
@@ -177,7 +179,7 @@ class RevivingPlacement(SupervisedPlacement):
         if not member.built and member.life > 0:
             return f"{cause}; that was the second try"  # what never worked will not begin to
         group = self._groups.of(member.name)
-        delay = self._restarts.delay(group[0], time.monotonic())
+        delay = self._restarts.delay(group[0], member.lived_s)
         if delay is None:
             return f"{cause}; that was death {self._restarts.in_a_row(group[0])} within a short time"
         due = time.monotonic() + delay  # the same for all: who is begun a moment earlier keeps the others from it

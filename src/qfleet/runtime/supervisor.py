@@ -42,6 +42,10 @@ class Member:
     """Why its last life ended."""
     built: bool = False
     """Whether it was ready in any of its lives."""
+    ready_at: float | None = None
+    """When this life was ready."""
+    lived_s: float = 0.0
+    """How long its last life had been ready when it ended."""
 
 
 def starting(name: str, kind: str, index: int) -> Member:
@@ -103,6 +107,10 @@ class SupervisedPlacement(ABC):
     @abstractmethod
     def _end(self) -> None:
         """End all workers and give everything back; called once."""
+
+    def _reached(self, member: Member) -> bool:
+        """Return whether all commands are known to have come to a worker."""
+        return True
 
     def _replaceable(self, member: Member) -> bool:
         """Return whether a dead role can be begun anew."""
@@ -214,8 +222,8 @@ class SupervisedPlacement(ABC):
         """Bring every role to a stop between two steps.
 
         A role inside a collective cannot stop before its peers have taken their part, and these may need a batch
-        from a role that is paused already. So whenever it stays quiet, all that are paused get one more round. The
-        dead stand still, and so do those that are begun anew.
+        from a role that is paused already. So whenever it stays quiet, all that are paused get one more round, unless
+        one that moves may not have heard of the pause. The dead stand still, and so do those that are begun anew.
         """
         self._pausing = True
         moving = {member.name for member in self.crew if member.died_at is None}
@@ -224,7 +232,7 @@ class SupervisedPlacement(ABC):
             heard = [(m.name, answer.what) for m, answer in self._hear(_NUDGE_S)]
             stopped = {name for name, what in heard if what in ("pause", "died")}
             moving -= stopped
-            if not stopped and moving:
+            if not stopped and moving and all(self._reached(m) for m in self.crew if m.name in moving):
                 nudged = [m for m in self.crew if m.name not in moving and m.died_at is None]
                 moving |= {member.name for member in nudged}
                 for member in nudged:
@@ -257,6 +265,8 @@ class SupervisedPlacement(ABC):
         elif answer.what == "died":
             self._tell_incident(member)
             member.died_at, member.cause = time.monotonic(), answer.cause
+            member.lived_s = 0.0 if member.ready_at is None else member.died_at - member.ready_at
+            member.ready_at = None
             if self._turns is not None:
                 text = f"{member.name} died: from here on the numbers of this run are not those of an inline one"
                 self._incidents.append(Notice("supervisor", 0, "lockstep", text))
@@ -269,7 +279,7 @@ class SupervisedPlacement(ABC):
                 self._tell(member, "run", "")
         elif answer.what == "built":
             self._tell_incident(member)
-            member.died_at, member.built = None, True
+            member.died_at, member.built, member.ready_at = None, True, time.monotonic()
 
     def _tell_incident(self, member: Member) -> None:
         """Tell of a member's last death, if its next life was not ready before."""

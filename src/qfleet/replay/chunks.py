@@ -1,11 +1,13 @@
 """Which rows lie in which chunk: a checkpoint writes the rows that are new or changed, and names the other chunks.
 
 Every stored row has one home, the chunk with its newest values. Rows are reused in the order in which they were
-written, so that chunks fall out of use one after the other.
+written, so that chunks fall out of use one after the other. Chunks are read while the replay goes on, by whoever
+writes them: rows stay as they are until their segment is reused, and what is about to be reused is copied first.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -18,8 +20,8 @@ from qfleet.replay.segments import NONE, Chains
 
 _SMALL_ROWS, _MOST_CHUNKS = 1024, 1024
 """A chunk of fewer rows than the first, or than its share of the second, is written again with the next new rows."""
-_LARGE_BYTES = 2**26
-"""What is read into memory at once."""
+_LARGE_BYTES = 2**23
+"""What is read into memory at once; a thread that steps the replay's role may have to wait for that."""
 
 
 class RowChunks:
@@ -37,19 +39,30 @@ class RowChunks:
         """Of each segment, when the homes of its rows were noted."""
         self._open: Ints = np.empty(0, np.int64)
         """The rows whose windows were open then: what completes a window changes the row that it began with."""
+        self._copies: dict[Chunk, State] = {}
+        """The content of chunks of which rows may have changed since then."""
+        self._lock = threading.RLock()
+        """Held while a chunk is read, so that no row of it is reused meanwhile."""
 
     def state_dict(self, pending: Ints) -> State:
         """Return the chunks with all stored rows, and for runs of rows their home and length.
 
         `pending` are the rows [M] whose windows are open (NONE is none). New chunks have no name yet; one that gets
-        none before the next call is divided anew.
+        none before the next call is divided anew. Until then all of them can be read as they are now, by one other
+        thread, too.
         """
         stored = self._forget_changed()
+        self._copies = {}
         self._chunks, self._home = self._settled()
-        for rows in _parts(np.flatnonzero(stored & (self._home == NONE)), self._large):
-            self._home[rows] = len(self._chunks)
-            self._add(None)
         self._generation, self._open = self._chains.generation.copy(), pending[pending != NONE]
+        stored &= self._home == NONE
+        unsettled = np.zeros_like(stored)
+        unsettled[self._open] = True
+        for rows in _parts(np.flatnonzero(stored & ~unsettled), self._large):
+            self._add(rows)
+        for rows in _parts(np.flatnonzero(stored & unsettled), self._large):
+            chunk = self._add(rows)
+            self._copies[chunk] = self._content(chunk)
         begins = np.flatnonzero(np.diff(self._home, prepend=NONE - 1))
         lengths = np.diff(begins, append=len(self._home))
         return {"chunks": list(self._chunks), "home": np.stack([self._home[begins], lengths])}
@@ -60,17 +73,34 @@ class RowChunks:
         for number, chunk in enumerate(state["chunks"]):
             content = chunk.read()
             place(content, self._home[rows_of(content["rows"])] == number)
-            self._add(chunk.name)
+            self._add(np.empty(0, np.int64), chunk.name)
         self._generation, self._open = self._chains.generation.copy(), pending[pending != NONE]
+        self._copies = {}
 
-    def _add(self, name: str | None) -> None:
+    def preserve(self, segments: Ints) -> None:
+        """Copy the unwritten chunks that have rows of `segments` [M], which are about to be reused."""
+        numbers = np.unique(self._home.reshape(self._chains.segments, -1)[segments])
+        with self._lock:
+            for chunk in (self._chunks[number] for number in numbers[numbers != NONE]):
+                if chunk.awaited:
+                    self._copies[chunk] = chunk.read()
+            for chunk in [chunk for chunk in self._copies if not chunk.awaited]:
+                del self._copies[chunk]
+
+    def _add(self, rows: Ints, name: str | None = None) -> Chunk:
+        """Add a chunk that is the home of `rows` [M] from now on."""
         chunk = Chunk(dict, name)
         chunk.read = partial(self._content, chunk)  # not by its number, which changes when chunks before it go
+        self._home[rows] = len(self._chunks)
         self._chunks.append(chunk)
+        return chunk
 
     def _content(self, chunk: Chunk) -> State:
-        rows = np.flatnonzero(self._home == self._chunks.index(chunk))
-        return {"rows": runs_of(rows), **self._read(rows)}
+        with self._lock:
+            if (copy := self._copies.get(chunk)) is not None:
+                return copy
+            rows = np.flatnonzero(self._home == self._chunks.index(chunk))
+            return {"rows": runs_of(rows), **self._read(rows)}
 
     def _forget_changed(self) -> Bools:
         """Take their home from rows that changed; return for each row whether it belongs to a stream."""

@@ -103,6 +103,15 @@ def test_a_second_signal_does_not_wait_for_what_is_being_written(tmp_path, monke
     assert not list((tmp_path / "run" / "checkpoints").glob(".epoch-*/[0-9]*")), "nothing half written stays"
 
 
+def test_all_checkpoints_of_a_run_write_its_rows_about_once(tmp_path):
+    settings = {"checkpoint.every": 1000, "checkpoint.keep": 99, "replay.capacity": 20_000}
+    run = qfleet.train(short(env_steps=5000, **settings), run_dir=tmp_path / "run")
+    folder = run.dir / "checkpoints" / "chunks"
+    assert len(events(run.dir, "checkpoint")) >= 3
+    written, row_bytes = sum(path.stat().st_size for path in folder.iterdir()), 4 * 4 + 17
+    assert 5000 * row_bytes < written <= 1.2 * 5000 * row_bytes
+
+
 @pytest.mark.parametrize(
     "where", [pytest.param("learner-0/checkpoint.state", marks=pytest.mark.slow), "replay-0/checkpoint.in_chunk"]
 )

@@ -18,8 +18,9 @@ from qfleet.core.role import State
 from qfleet.core.types import Bools, Ints
 from qfleet.replay.segments import NONE, Chains
 
-_SMALL_ROWS, _MOST_CHUNKS = 1024, 1024
-"""A chunk of fewer rows than the first, or than its share of the second, is written again with the next new rows."""
+_SMALL_BYTES, _MOST_CHUNKS = 2**14, 2048
+"""A chunk of fewer bytes than the first, or fewer rows than its share of the second, is written again with the next new
+rows: the first, so that its header weighs little; the second, so that there are not too many files."""
 _LARGE_BYTES = 2**23
 """What is read into memory at once; a thread that steps the replay's role may have to wait for that."""
 
@@ -30,10 +31,10 @@ class RowChunks:
     def __init__(self, chains: Chains, read: Callable[[Ints], State], row_bytes: int) -> None:
         self._chains, self._read = chains, read
         capacity = chains.segments * chains.rows
-        self._small = max(_SMALL_ROWS, capacity // _MOST_CHUNKS)
+        self._small = max(_SMALL_BYTES // row_bytes, capacity // _MOST_CHUNKS)
         self._large = max(2 * self._small, _LARGE_BYTES // row_bytes)
         self._chunks: list[Chunk] = []
-        self._home: Ints = np.full(capacity, NONE, np.int64)
+        self._home = np.full(capacity, NONE, np.int32)
         """For each row its chunk, NONE if it has to be written."""
         self._generation: Ints = chains.generation.copy()
         """Of each segment, when the homes of its rows were noted."""
@@ -53,7 +54,7 @@ class RowChunks:
         """
         stored = self._forget_changed()
         self._copies = {}
-        self._chunks, self._home = self._settled()
+        self._settle()
         self._generation, self._open = self._chains.generation.copy(), pending[pending != NONE]
         stored &= self._home == NONE
         unsettled = np.zeros_like(stored)
@@ -63,13 +64,11 @@ class RowChunks:
         for rows in _parts(np.flatnonzero(stored & unsettled), self._large):
             chunk = self._add(rows)
             self._copies[chunk] = self._content(chunk)
-        begins = np.flatnonzero(np.diff(self._home, prepend=NONE - 1))
-        lengths = np.diff(begins, append=len(self._home))
-        return {"chunks": list(self._chunks), "home": np.stack([self._home[begins], lengths])}
+        return {"chunks": list(self._chunks), "home": np.stack(self._runs())}
 
     def load_state_dict(self, state: State, pending: Ints, place: Callable[[State, Bools], None]) -> None:
         """Read all chunks and have their content placed, with the mask of the rows that count; `chains` is as saved."""
-        self._chunks, self._home = [], np.repeat(*state["home"])
+        self._chunks, self._home = [], np.repeat(*state["home"]).astype(np.int32)
         for number, chunk in enumerate(state["chunks"]):
             content = chunk.read()
             place(content, self._home[rows_of(content["rows"])] == number)
@@ -105,27 +104,36 @@ class RowChunks:
     def _forget_changed(self) -> Bools:
         """Take their home from rows that changed; return for each row whether it belongs to a stream."""
         chains = self._chains
-        stored: Bools = np.arange(chains.rows) < chains.filled[:, None]
+        filled = chains.filled
+        stored: Bools = np.arange(chains.rows) < filled[:, None]
         by_segment = self._home.reshape(chains.segments, chains.rows)
         by_segment[chains.generation != self._generation] = NONE
-        by_segment[~stored] = NONE
+        for segment in np.flatnonzero(filled < chains.rows):
+            by_segment[segment, filled[segment] :] = NONE
         self._home[self._open] = NONE
         return stored.ravel()
 
-    def _settled(self) -> tuple[list[Chunk], Ints]:
-        """Return the chunks that stay as they are, and where that leaves each row.
+    def _runs(self) -> tuple[Ints, Ints]:
+        """Return for runs of rows [K] their home and length; there are few of them, and rows may be a million."""
+        begins = np.concatenate([[0], np.flatnonzero(self._home[1:] != self._home[:-1]) + 1])
+        return self._home[begins].astype(np.int64), np.diff(begins, append=len(self._home))
+
+    def _settle(self) -> None:
+        """Keep the chunks that stay as they are; rows of others have to be written.
 
         Those without rows go. The newest ones are divided anew if they were never written, or are so small that
         frequent checkpoints would leave very many of them.
         """
-        counts = np.bincount(self._home[self._home != NONE], minlength=len(self._chunks))
+        homes, lengths = self._runs()
+        counts = np.bincount(homes + 1, lengths, len(self._chunks) + 1)[1:]
         end = len(self._chunks)
         while end and (self._chunks[end - 1].name is None or counts[end - 1] < self._small):
             end -= 1
         stays = counts[:end] > 0
         number = np.full(len(self._chunks) + 1, NONE)  # its last entry is that of NONE
         number[:end][stays] = np.arange(np.count_nonzero(stays))
-        return [chunk for chunk, there in zip(self._chunks, stays, strict=False) if there], number[self._home]
+        self._chunks = [chunk for chunk, there in zip(self._chunks, stays, strict=False) if there]
+        self._home = np.repeat(number[homes].astype(np.int32), lengths)
 
 
 def runs_of(rows: Ints) -> Ints:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import signal
 import threading
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from qfleet.control.summary import summarise
 from qfleet.core.announcing import heard_by
 from qfleet.core.errors import CheckpointError, RoleFailure
 from qfleet.core.protocols import Incident, Placement
+from qfleet.core.saving import Saving
 from qfleet.core.spec import EnvSpec
 from qfleet.core.types import Array, Weights
 from qfleet.core.usercode import UserCode
@@ -143,6 +145,7 @@ class Session:
             with heard_by(self._tell):
                 away = self._away(restore)
                 placement = place(program, self.experiment, crossing_bytes(self.experiment, spec, self.code), away)
+            stack.push(self._end_saving)  # after that, which ends the roles that write
             stack.callback(placement.close)
             stack.callback(self._interrupts.ignore)  # before that: closing must not be cut short
             self._monitor = monitor = Monitor(
@@ -151,8 +154,7 @@ class Session:
                 open_handles(program.monitor, placement.open),
                 self._opened,
                 self.callbacks,
-                save_checkpoint=lambda steps, standing: self._save(placement, steps, standing),
-                save_model=lambda weights: self._save_model(spec, weights),
+                save=lambda steps, standing, best: self._save(placement, spec, steps, standing, best),
                 standing=Standing(training_s=0.0 if self._fallen is None else self._fallen.training_s),
             )
             grade = self._announce_start(monitor, grade, restore)
@@ -256,14 +258,43 @@ class Session:
             sinks.append(PrometheusSink(track.prometheus_address, track.prometheus, str(path)))
         return sinks
 
-    def _save(self, placement: Placement, env_steps: int, standing: Standing) -> Path:
-        meta = {"standing": dataclasses.asdict(standing)}
-        self.run.epoch.require()
+    def _end_saving(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let a checkpoint that is being written be finished, unless a person wants the run to end at once."""
+        if self._monitor is not None and self._monitor.saving is not None:
+            if isinstance(error, KeyboardInterrupt):
+                self._monitor.saving.abandon()
+            self._monitor.saving.join()
+
+    def _save(
+        self, placement: Placement, spec: EnvSpec, env_steps: int, standing: Standing, best: Weights | None
+    ) -> Saving:
+        """Take the paused run as it is; it is written beside it, after the best model so far if that is new."""
+        epoch, meta = self.run.epoch, {"standing": dataclasses.asdict(standing)}
+        epoch.require()
         if not self.run.config.exists():  # somebody deleted the directory, and nothing could be resumed without it
             self.run.write(self.run.config, self.experiment.to_yaml())
-        return checkpoint.save(self.run.epoch, env_steps, placement.save, meta, self.experiment.checkpoint.keep)
+        keep_model = None if best is None else self._keeping(spec, best)
+        partial = checkpoint.begin(epoch, env_steps)
+        try:
+            writing = placement.save(partial)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
-    def _save_model(self, spec: EnvSpec, weights: Weights) -> None:
+        def fill() -> None:
+            writing.finish()
+            if keep_model is not None:
+                keep_model()
+
+        def work() -> Path:
+            return checkpoint.save(epoch, partial, fill, meta, self.experiment.checkpoint.keep)
+
+        return Saving(env_steps, work, writing.abandon)
+
+    def _keeping(self, spec: EnvSpec, weights: Weights) -> Callable[[], None]:
+        """Return what writes weights as the run's model. The network is built here: that uses torch's random stream."""
         experiment = self.experiment
         network = build_network(
             experiment.network, experiment.agent, spec, seed=experiment.seed, custom=self.code.network
@@ -276,7 +307,7 @@ class Session:
             "reward_scale": getattr(experiment.env, "reward_scale", 1.0) / weights.reward_scale,
         }
         configs = ModelConfigs(network=experiment.network, agent=experiment.agent)
-        save_model(self.run.model, network, spec, configs, extra, self.run.epoch.require)
+        return lambda: save_model(self.run.model, network, spec, configs, extra, self.run.epoch.require)
 
     def _test(self) -> Array | None:
         """Return the kept model's scores on the test seeds; None without a model, or when a signal cuts in."""

@@ -16,6 +16,7 @@ from qfleet.control.monitor import Callbacks, Monitor
 from qfleet.control.progress import Progress
 from qfleet.control.steering import Steering
 from qfleet.core.protocols import Report
+from qfleet.core.saving import Saving
 from qfleet.core.types import Orders
 
 
@@ -107,8 +108,7 @@ def test_a_straggler_becomes_an_event_unless_nobody_watches(
         handles,
         [sink],
         Callbacks(),
-        save_checkpoint=lambda steps, standing: Path("none"),
-        save_model=lambda weights: None,
+        save=lambda steps, standing, best: Saving(steps, lambda: Path("none"), lambda: None),
     )
     monitor.run()
     found = [event for event in sink.events if event["event"] == "balance"]

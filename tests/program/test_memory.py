@@ -20,5 +20,5 @@ def test_sequences_and_their_priorities_travel_between_processes(learners, tmp_p
     saved = checkpoint.newest_good(run.dir / "checkpoints")
     stored = checkpoint.read_state(saved.directory, "replay-0")["replay"]["sampler"]
     # Starts lie four steps apart, and one more piece begins in some episodes: fewer items than rows.
-    assert 1200 / 8 < len(stored["items"]) < 1200 / 3
+    assert 1200 / 8 < len(stored["values"]) < 1200 / 3
     assert len(np.unique(stored["values"])) > 20  # what was drawn has come back with a priority of its own

@@ -18,9 +18,10 @@ import qfleet
 from qfleet import Callbacks
 from qfleet.core import failpoints
 from qfleet.core.errors import CheckpointError, QfleetError
+from qfleet.core.saving import Saving
 from qfleet.observe import sinks
 from qfleet.observe.sinks import Silent, read_jsonl
-from qfleet.runtime import checkpoint
+from qfleet.runtime import captured, checkpoint
 
 OFTEN = {"checkpoint.every": 200}
 
@@ -59,6 +60,18 @@ class OnNotice(Silent):
             self.act()
 
 
+@pytest.fixture
+def at_once(monkeypatch):
+    """Lets inline runs wait for each checkpoint, so that which ones there are does not depend on the disk's speed."""
+    begin = Saving.__init__
+
+    def wait(saving: Saving, *arguments: Any) -> None:
+        begin(saving, *arguments)
+        saving.join()
+
+    monkeypatch.setattr(Saving, "__init__", wait)
+
+
 def events(run: Path, name: str) -> list[dict[str, Any]]:
     return [event for event in read_jsonl(run / "events.jsonl") if event["event"] == name]
 
@@ -67,10 +80,10 @@ def unsaved(run: Path) -> list[str]:
     return [event["text"] for event in events(run, "notice") if event["kind"] == "unsaved"]
 
 
-def test_two_checkpoints_without_room_are_one_notice_and_change_nothing_else(tmp_path, monkeypatch):
+def test_two_checkpoints_without_room_are_one_notice_and_change_nothing_else(tmp_path, monkeypatch, at_once):
     def on_step(metrics: dict[str, Any], stop: Any) -> None:
         if metrics["env_steps"] == 240:
-            monkeypatch.setattr(checkpoint, "save_file", full)
+            monkeypatch.setattr(captured, "save_file", full)
         elif metrics["env_steps"] == 640:
             monkeypatch.undo()
 
@@ -83,14 +96,14 @@ def test_two_checkpoints_without_room_are_one_notice_and_change_nothing_else(tmp
     assert fingerprint(run) == fingerprint(uncut)
 
 
-def test_the_next_try_waits_for_the_next_period(tmp_path, monkeypatch):
+def test_the_next_try_waits_for_the_next_period(tmp_path, monkeypatch, at_once):
     tries = []
 
     def counted(*arguments: Any) -> None:
         tries.append(arguments)
         full()
 
-    monkeypatch.setattr(checkpoint, "save_file", counted)
+    monkeypatch.setattr(captured, "save_file", counted)
     with pytest.raises(CheckpointError):
         qfleet.train(short(**{"checkpoint.every": 500, "checkpoint.every_s": 3600.0}), run_dir=tmp_path / "run")
     assert len(tries) == 3, "at 500, at 1000, and at the end"
@@ -195,7 +208,7 @@ SITES = {
 
 
 @pytest.mark.parametrize("site", SITES)
-def test_a_full_disk_anywhere_does_not_end_a_run_and_is_told(site, tmp_path, monkeypatch):
+def test_a_full_disk_anywhere_does_not_end_a_run_and_is_told(site, tmp_path, monkeypatch, at_once):
     monkeypatch.setenv("QFLEET_FAIL", f"{site}:full@2")
     screen = Screen()
     changes = {"checkpoint.every": 200, "track.every_s": 0.02, "track.tensorboard": site == "tensorboard.write"}

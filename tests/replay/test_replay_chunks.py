@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from qfleet.core.chunks import Chunk
 from qfleet.core.errors import CheckpointError
 from qfleet.core.spec import EnvSpec, LeafSpec
 from qfleet.core.types import Experience, Version
-from qfleet.replay import Lz4Config, PrioritisedConfig, Replay, ReplayConfig, chunks
+from qfleet.replay import Lz4Config, PrioritisedConfig, RamConfig, Replay, ReplayConfig, chunks
 from qfleet.replay.chunks import rows_of, runs_of
+from qfleet.runtime import checkpoint, chunkfiles
+from qfleet.runtime.captured import Captured
 from qfleet.runtime.chunkfiles import all_but
 
 plans = st.lists(st.tuples(st.integers(0, 12), st.sampled_from(["save", "fail", "move", "load", "die"])), max_size=12)
@@ -41,7 +44,7 @@ def test_whatever_happens_between_checkpoints_a_load_gives_the_replay(
     storage: str, case: dict[str, Any], plan: list[tuple[int, str]], small: int, large: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
-        patch.setattr(chunks, "_SMALL_ROWS", small)
+        patch.setattr(chunks, "_SMALL_BYTES", 100 * small)
         patch.setattr(chunks, "_LARGE_BYTES", 100 * large)
         folder, kept = Path(place), Kept()
 
@@ -109,7 +112,12 @@ def size_of(paths: Iterable[Path]) -> int:
 
 @pytest.mark.parametrize(
     ("capacity", "streams", "side", "new", "more"),
-    [(1_000_000, 64, 8, 10_000, {}), (50_000, 8, 32, 5000, {"storage": Lz4Config()})],
+    [
+        (1_000_000, 64, 8, 10_000, {}),
+        (50_000, 8, 32, 5000, {"storage": Lz4Config()}),
+        (4000, 4, 84, 200, {}),
+        (20_000, 8, 4, 1000, {}),
+    ],
 )
 def test_a_checkpoint_costs_what_is_new(
     capacity: int, streams: int, side: int, new: int, more: dict[str, Any], tmp_path: Path
@@ -125,21 +133,18 @@ def test_a_checkpoint_costs_what_is_new(
         feed(replay, new, streams)
         saved(replay, tmp_path)
         written = size_of(set(folder.iterdir()) - before)
-        assert new * side * side < written <= 1.2 * new * row_bytes + 2**16
+        assert new * side * side < written <= 1.2 * new * row_bytes
     leaves = size_of([tmp_path / "checkpoint" / "replay.safetensors"])
-    assert leaves < 18 * capacity, "beside the chunks there is little but the leaves and their rows"
+    assert leaves < 9 * capacity, "beside the chunks there is little but the leaves"
 
 
-def test_a_chunk_that_nothing_lives_in_any_more_is_named_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunks, "_SMALL_ROWS", 50)
+def test_a_chunk_that_nothing_lives_in_any_more_is_named_no_more(tmp_path: Path) -> None:
     replay, counts = make_replay(2000, 2), []
     for _ in range(60):
-        feed(replay, 200, 2)
+        feed(replay, 220, 2)
         counts.append(len(saved(replay, tmp_path)["store"]["chunks"]))
-    assert counts[:8] == list(range(1, 9))
-    assert max(counts) <= 12
+    assert counts[:8] == list(range(2, 10)), "one more has the rows whose windows are open"
+    assert max(counts) <= 13
 
 
 def test_frequent_checkpoints_make_few_chunks(tmp_path: Path) -> None:
@@ -147,17 +152,77 @@ def test_frequent_checkpoints_make_few_chunks(tmp_path: Path) -> None:
     for _ in range(100):
         feed(replay, 60, 2)
         state = saved(replay, tmp_path)
-    assert len(state["store"]["chunks"]) <= 6000 // 1000
+    smallest = chunks._SMALL_BYTES // (64 + 17)
+    assert len(state["store"]["chunks"]) <= 6000 // smallest + 2
 
 
 def test_a_damaged_chunk_is_named(tmp_path: Path) -> None:
     replay = make_replay(2000, 2)
     feed(replay, 100, 2)
     state = saved(replay, tmp_path)
-    (path,) = (tmp_path / "chunks").glob("*.safetensors")
+    path, _ = (tmp_path / "chunks").glob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(CheckpointError, match=path.name):
         make_replay(2000, 2).load_state_dict(state)
+
+
+@pytest.mark.parametrize("storage", list(STORAGE))
+@settings(max_examples=10, deadline=None)
+@given(case=cases, counts=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 30)), min_size=1, max_size=5))
+def test_a_state_is_written_as_it_was_taken_whatever_is_appended_meanwhile(
+    storage: str, case: dict[str, Any], counts: list[tuple[int, int]]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
+        patch.setattr(chunks, "_SMALL_BYTES", 500)
+        patch.setattr(chunks, "_LARGE_BYTES", 2000)
+        directory = Path(place) / "checkpoint"
+        directory.mkdir()
+        replay, loaded = (build_replay(case, "prioritised", storage, Path(place)) for _ in range(2))
+        history = History(replay.spec, case["streams"], case["seed"], case["end"])
+        for before, after in counts:
+            for _ in range(before):
+                replay.append(history.message())
+            expected, captured = content(replay), Captured(directory, "replay", replay.state_dict())
+            for _ in range(after):
+                replay.append(history.message())
+            captured.write()
+            loaded.load_state_dict(checkpoint.read_state(directory, "replay"))
+            same(content(loaded), expected)
+
+
+@pytest.mark.parametrize("storage", [RamConfig(), Lz4Config()])
+def test_a_full_replay_that_evicts_is_written_by_another_thread_as_it_was(storage: Any, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    replay, loaded = (make_replay(4000, 4, 32, storage=storage) for _ in range(2))
+    feed(replay, 5000, 4)
+    for _ in range(3):
+        expected, captured = content(replay), Captured(directory, "replay", replay.state_dict())
+        with ThreadPoolExecutor(1) as pool:
+            written = pool.submit(captured.write)
+            while not written.done():
+                feed(replay, 40, 4)
+            written.result()
+        feed(replay, 4000, 4)
+        loaded.load_state_dict(checkpoint.read_state(directory, "replay"))
+        same(content(loaded), expected)
+
+
+def test_what_a_failed_checkpoint_had_left_is_copied_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = make_replay(2000, 2)
+    feed(replay, 2000, 2)
+    captured = Captured(tmp_path, "replay", replay.state_dict())
+    feed(replay, 200, 2)
+    assert any(len(copy["rows"][1]) for copy in replay.store.chunks._copies.values())
+    monkeypatch.setattr(chunkfiles, "write", _full)
+    with pytest.raises(OSError, match="No space"):
+        captured.write()
+    feed(replay, 600, 2)
+    assert replay.store.chunks._copies == {}
+
+
+def _full(*_: Any) -> str:
+    raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("storage", list(STORAGE))

@@ -14,14 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qfleet.core.errors import CheckpointError
-from qfleet.runtime import checkpoint
+from qfleet.runtime import captured, checkpoint
 from qfleet.runtime.epochs import Epoch
 
 
 def save(root: Path, env_steps: int, keep: int = 10) -> Path:
     state = {"weights": np.arange(100, dtype=np.float32) + env_steps, "count": env_steps, "name": "x", "none": None}
+    epoch = Epoch.begin(root)
+    partial = checkpoint.begin(epoch, env_steps)
     return checkpoint.save(
-        Epoch.begin(root), env_steps, lambda d: checkpoint.write_state(d, "learner-0", state), {"mood": 1}, keep
+        epoch, partial, lambda: checkpoint.write_state(partial, "learner-0", state), {"mood": 1}, keep
     )
 
 
@@ -55,13 +57,15 @@ def test_the_newest_complete_one_wins_and_old_ones_go(tmp_path):
 
 def test_one_that_was_being_written_is_never_seen(tmp_path):
     save(tmp_path, 10)
+    epoch = Epoch.begin(tmp_path)
+    partial = checkpoint.begin(epoch, 20)
 
-    def interrupted(directory: Path) -> None:
-        checkpoint.write_state(directory, "learner-0", {"weights": np.ones(3)})
+    def interrupted() -> None:
+        checkpoint.write_state(partial, "learner-0", {"weights": np.ones(3)})
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(Epoch.begin(tmp_path), 20, interrupted, {}, 5)
+        checkpoint.save(epoch, partial, interrupted, {}, 5)
     assert checkpoint.newest_good(tmp_path).directory.name == "000000000010"
     save(tmp_path, 20)
     assert checkpoint.newest_good(tmp_path).directory.name == "000000000020"
@@ -90,7 +94,9 @@ def test_any_flipped_bit_or_lost_byte_is_noticed_named_and_skipped(tmp_path_fact
 
 @pytest.mark.parametrize("number", [1e-05, 0.30000000000000004])
 def test_a_manifest_in_other_words_is_damaged_even_if_it_means_the_same(tmp_path, number):
-    checkpoint.save(Epoch.begin(tmp_path), 1, lambda d: checkpoint.write_state(d, "role", {}), {"seconds": number}, 2)
+    epoch = Epoch.begin(tmp_path)
+    partial = checkpoint.begin(epoch, 1)
+    checkpoint.save(epoch, partial, lambda: checkpoint.write_state(partial, "role", {}), {"seconds": number}, 2)
     path = tmp_path / "000000000001" / checkpoint.MANIFEST
     text = path.read_text()
     checkpoint.verify(path.parent)
@@ -136,7 +142,7 @@ def test_a_full_disk_is_one_error_and_leaves_the_older_checkpoint(tmp_path, monk
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(captured, "save_file", full)
     with pytest.raises(CheckpointError, match="room on the disk"):
         save(tmp_path, 6)
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".epoch-")] == ["000000000005"]

@@ -37,7 +37,9 @@ class Diary:
 
     def save(self, root: Path, step: int, keep: int = 2) -> Path:
         state = {"pages": self.pages, "count": len(self.pages)}
-        return checkpoint.save(Epoch.begin(root), step, lambda d: checkpoint.write_state(d, "diary-0", state), {}, keep)
+        epoch = Epoch.begin(root)
+        partial = checkpoint.begin(epoch, step)
+        return checkpoint.save(epoch, partial, lambda: checkpoint.write_state(partial, "diary-0", state), {}, keep)
 
 
 def texts(directory: Path) -> list[str]:

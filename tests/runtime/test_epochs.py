@@ -23,7 +23,8 @@ POINTS = ["before_chunk", "in_chunk", "before_manifest", "before_rename", "befor
 
 def save(epoch: Epoch, step: int, text: str) -> Path:
     state = {"pages": [Chunk(lambda: {"text": f"{text} {step}", "noise": np.arange(3)})], "step": step}
-    return checkpoint.save(epoch, step, lambda d: checkpoint.write_state(d, "diary-0", state), {}, keep=2)
+    partial = checkpoint.begin(epoch, step)
+    return checkpoint.save(epoch, partial, lambda: checkpoint.write_state(partial, "diary-0", state), {}, keep=2)
 
 
 def tree(root: Path) -> dict[str, bytes]:

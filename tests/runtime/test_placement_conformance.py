@@ -8,7 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_roles import Consumer, Faulty, Handles, Painter, Producer, Relay, Settings, Stuck, Viewer, pipeline, weights
+from toy_roles import (
+    Consumer,
+    Faulty,
+    Handles,
+    Painter,
+    Producer,
+    Relay,
+    Settings,
+    Stuck,
+    Viewer,
+    pipeline,
+    save,
+    weights,
+)
 
 from qfleet.core.errors import RoleFailure
 from qfleet.runtime.graph import Graph
@@ -196,7 +209,7 @@ def test_cut_run_goes_on_without_losing_or_repeating_a_message(place: Place, tmp
     placement = place(graph)
     try:
         advance_until(placement, lambda: positions(placement)["consumer-0"] >= 20, "a part of the work")
-        placement.save(tmp_path)
+        save(placement, tmp_path)
         advance_until(placement, lambda: bool(placement.done), "the first run is not disturbed by being saved")
         assert positions(placement)["consumer-0"] == 300
     finally:

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from toy_roles import Blocked, Consumer, Faulty, Handles, Painter, Producer, Rank, Settings, Viewer, pipeline
+from toy_roles import Blocked, Consumer, Faulty, Handles, Painter, Producer, Rank, Settings, Viewer, pipeline, save
 
 from qfleet.core.errors import ConfigError, QfleetError, RoleFailure
 from qfleet.runtime import reviving
@@ -132,7 +132,7 @@ def test_saving_does_not_hang_on_roles_that_are_in_a_collective(tmp_path: Path) 
             directory = tmp_path / str(number)
             directory.mkdir()
             placement.advance()
-            placement.save(directory)
+            save(placement, directory)
             assert (directory / "rank-1.msgpack").exists()
     finally:
         placement.close()

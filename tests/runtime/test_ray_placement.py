@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from test_process_placement import alive, own_folders, wait_until
 from test_restarts import POINTS
-from toy_roles import Handles, KeptConsumer, KeptProducer, Settings, kept_pipeline
+from toy_roles import Handles, KeptConsumer, KeptProducer, Settings, kept_pipeline, save
 
 from qfleet.core.errors import ConfigError, RoleFailure
 from qfleet.core.protocols import Incident
@@ -70,7 +70,7 @@ def test_trap_16_actors_that_die_are_begun_anew_and_nothing_is_lost(ray_session:
     advance_until(placement, lambda: metrics(placement)["kept_producer"].get("helper1", 0) > 0, "it lives again")
     assert placement._lives["kept_producer-0"].actor is spare
     ray.kill(placement._lives["kept_consumer-0"].actor)
-    placement.save(tmp_path)
+    save(placement, tmp_path)
     helpers = [int(metrics(placement)["kept_producer"][f"helper{life}"]) for life in (0, 1)]
     incidents = end(placement, 300)
     assert [(one.role, one.life) for one in incidents] == [("kept_producer", 1), ("kept_consumer", 1)]
@@ -136,7 +136,7 @@ def test_edges_between_two_nodes_survive_deaths_and_a_lost_node_is_named(
     os.kill(placement.pids()["kept_producer-0"], signal.SIGKILL)
     advance_until(placement, lambda: position(placement) > 100, "the sender lives again")
     os.kill(placement.pids()["kept_consumer-0"], signal.SIGKILL)
-    placement.save(tmp_path)
+    save(placement, tmp_path)
     assert {incident.role for incident in end(placement, 300)} == {"kept_producer", "kept_consumer"}
     again = RayPlacement(kept_pipeline(300, pace_s=0.001), anywhere=("kept_producer",))
     again.restore(tmp_path)

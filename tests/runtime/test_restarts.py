@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from test_process_placement import HERE, alive, assert_nothing_left, own_folders, run_to_failure, wait_until
-from toy_roles import Handles, KeptProducer, Settings, kept_pipeline
+from toy_roles import Handles, KeptProducer, Settings, kept_pipeline, save
 
 from qfleet.core.errors import ConfigError, RoleFailure
 from qfleet.core.protocols import Incident
@@ -195,7 +195,7 @@ def test_death_in_the_middle_of_a_checkpoint_does_not_spoil_it(fault: str, tmp_p
     graph = kept_pipeline(100, pace_s=0.005, consumer_fault=fault)
     placement = ProcessPlacement(graph)
     wait_until(lambda: bool(placement.advance() or placement.reports()[1].metrics.get("position", 0) > 10), "some work")
-    placement.save(tmp_path)
+    save(placement, tmp_path)
     placement.close()
     assert len(placement.incidents()) == (fault == "save")
     again = ProcessPlacement(graph)
@@ -210,7 +210,7 @@ def test_deaths_before_the_pause_are_no_obstacle_to_it(tmp_path: Path) -> None:
         placement.advance()
         os.kill(placement.pids()[name], signal.SIGKILL)
         (tmp_path / str(number)).mkdir()
-        placement.save(tmp_path / str(number))
+        save(placement, tmp_path / str(number))
         assert (tmp_path / str(number) / "kept_producer-0.msgpack").exists()
     assert run_to_end(placement)["kept_consumer"]["position"] == 400
 

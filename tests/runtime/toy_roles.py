@@ -11,14 +11,16 @@ import sys
 import time
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from qfleet.core.errors import ConfigError
-from qfleet.core.protocols import Counter, Keep, Publisher, Receiver, Sender, Subscriber
+from qfleet.core.errors import ConfigError, PartLost
+from qfleet.core.protocols import Counter, Keep, Placement, Publisher, Receiver, Sender, Subscriber
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
+from qfleet.core.saving import Saving
 from qfleet.core.types import Priorities, Version, Weights
 from qfleet.parallel.gradsync import GradientGroup
 from qfleet.runtime.graph import Graph
@@ -314,6 +316,18 @@ class KeptConsumer(Kept):
         else:
             self.moved()
         return WORKED
+
+
+def save(placement: Placement, directory: Path) -> None:
+    """Take the states of all roles, and wait until they are written; once more if one dies meanwhile."""
+    writing = placement.save(directory)
+    saving = Saving(0, lambda: writing.finish() or directory, writing.abandon)
+    while not saving.done:
+        placement.attend(0.01)
+    try:
+        saving.path()
+    except PartLost:
+        save(placement, directory)
 
 
 def kept_pipeline(count: int, *, pace_s: float = 0.0, producer_fault: str = "", consumer_fault: str = "") -> Graph:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from qfleet.bench.table import Row
 from qfleet.control.monitor import Callbacks, Monitor
+from qfleet.core.saving import Saving
 from qfleet.core.usercode import UserCode
 from qfleet.envs import env_spec
 from qfleet.experiment import with_changes
@@ -45,6 +46,10 @@ def measure() -> list[Row]:
     ]
 
 
+def _save_nothing(env_steps: int, *_: object) -> Saving:
+    return Saving(env_steps, Path, lambda: None)
+
+
 def _import_s(module: str) -> float:
     code = f"import time; import {module}; print(time.process_time())"
     return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
@@ -58,7 +63,7 @@ def _host_share() -> float:
         program = build_program(experiment, env_spec(experiment.env), UserCode(), Path(directory))
         placement = place(program, experiment)
         handles = open_handles(program.monitor, placement.open)
-        monitor = Monitor(experiment, placement, handles, [], Callbacks(), lambda *_: Path(directory), lambda _: None)
+        monitor = Monitor(experiment, placement, handles, [], Callbacks(), _save_nothing)
         monitor.run()
         seconds = monitor.elapsed_s
         busy = sum(report.busy_s for report in placement.reports())

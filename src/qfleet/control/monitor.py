@@ -18,8 +18,9 @@ import numpy as np
 from qfleet.control.growing import Growing
 from qfleet.control.progress import Progress
 from qfleet.control.steering import Steering
-from qfleet.core.errors import CheckpointError, QfleetError, Superseded
+from qfleet.core.errors import CheckpointError, PartLost, QfleetError, Superseded
 from qfleet.core.protocols import Placement, Scalable
+from qfleet.core.saving import Saving
 from qfleet.core.statistics import iqm, mean_ci95
 from qfleet.core.types import Evaluated, Notice, Weights
 from qfleet.experiment import Experiment
@@ -29,6 +30,10 @@ StopReason = Literal["budget", "target", "patience", "callback", "interrupt"]
 Metrics = dict[str, Any]
 _RETRY_S = 30.0
 """How soon a checkpoint that could not be written is tried again."""
+_ATTEND_S = 0.02
+"""How often it is looked whether the last checkpoint is written."""
+_LAST_TRIES = 3
+"""How often the last one is made when roles die while they write it."""
 INEXACT = ("accel_changed", "inexact")
 """Kinds of notices that say that a run does not go on to the byte."""
 
@@ -80,9 +85,8 @@ class Monitor:
     """The program's MonitorHandles, opened."""
     sinks: Sequence[Sink]
     callbacks: Callbacks
-    save_checkpoint: Callable[[int, Standing], Path]
-    save_model: Callable[[Weights], None]
-    """Told of the best weights before each checkpoint, if they are new."""
+    save: Callable[[int, Standing, Weights | None], Saving]
+    """Takes the paused run for a checkpoint, which is written beside it, with the best weights if they are new."""
     standing: Standing = field(default_factory=Standing)
     stopping: StopReason | None = None
 
@@ -98,6 +102,11 @@ class Monitor:
         self._earlier_s = self.standing.training_s
         self._evaluated_s = 0.0
         self._best: Weights | None = None
+        """The best weights, until they are written."""
+        self._saved_best: Weights | None = None
+        """Those that go with the checkpoint that is being written."""
+        self.saving: Saving | None = None
+        """The checkpoint that is being written."""
         self.accel: str | None = None
         """How the run's updates are computed and why, once it says so."""
         self._early: dict[Any, Evaluated | Notice] = {}
@@ -106,6 +115,8 @@ class Monitor:
         """Whether anything happened since the last checkpoint."""
         self._unsaved = False
         """Whether the last checkpoint could not be written."""
+        self._late_told = False
+        """Whether it was said that one had to wait for another that was being written."""
         self._mute: set[int] = set()
         """The numbers of the sinks that cannot write now."""
         self._began = time.perf_counter()
@@ -137,9 +148,7 @@ class Monitor:
         reason = self.stopping or "budget"
         self._tell_incidents()
         self._record()
-        if self._moved:
-            self._saved(self._save())
-            self._tell_incidents()
+        self._save_last()
         return reason
 
     def stop(self, reason: StopReason = "callback") -> None:
@@ -185,6 +194,8 @@ class Monitor:
             self._record()
         if self.callbacks.on_step is not None:
             self.callbacks.on_step({"env_steps": self.handles.env_steps.total()}, self.stop)
+        if self.saving is not None and self.saving.done:
+            self._written(self.saving)
         if self._checkpoint_due():
             self._try_checkpoint()
 
@@ -271,8 +282,8 @@ class Monitor:
                 self.announce(event)
 
     def _grow(self) -> None:
-        """Let the elastic policy look at the run, and tell what came of it."""
-        if self.growing is not None:
+        """Let the elastic policy look at the run, and tell what came of it; nobody goes who still writes a part."""
+        if self.growing is not None and self.saving is None:
             now = time.perf_counter()
             events = self.growing.look(now, self.handles.env_steps.total(), self.placement.reports())
             for event in events:
@@ -282,40 +293,90 @@ class Monitor:
                     self.announce(event)
 
     def _try_checkpoint(self) -> None:
-        """Make a checkpoint; one that cannot be written is told once, and the next one tries again."""
-        try:
-            path = self._save()
-        except (CheckpointError, OSError) as error:
-            if not self._unsaved:
+        """Begin a checkpoint, unless one is still being written: then this one waits for it, and training does not."""
+        if self.saving is not None:
+            if not self._late_told:
                 text = (
-                    "a checkpoint could not be written: training goes on, the last good one stays, and it is tried"
-                    f" again soon; see to it that the last one can be written: {error}"
+                    f"a checkpoint is due while that of step {self.saving.env_steps} is still being written: it is made"
+                    " right after it; make checkpoint.every larger if that is too late"
                 )
-                self._noticed(Notice("monitor", 0, "unsaved", text))
-            self._unsaved, self._checkpointed_at = True, time.perf_counter()
-        else:
-            self._saved(path)
+                self._noticed(Notice("monitor", 0, "late", text))
+            self._late_told = True
+            return
+        try:
+            self._begin_saving()
+        except (CheckpointError, OSError) as error:
+            self._not_written(error)
 
-    def _save(self) -> Path:
-        """Write the whole run, and the best model so far if it is new; returns the checkpoint's directory."""
+    def _begin_saving(self) -> Saving:
+        """Take the whole run as it is now, for a checkpoint that is written while it goes on."""
         self.placement.pause()  # so that the counters say what is saved
         env_steps = self.handles.env_steps.total()
-        self._checkpointed = env_steps // self.experiment.checkpoint.every
+        self._checkpointed, self._checkpointed_at = env_steps // self.experiment.checkpoint.every, time.perf_counter()
         self.standing.training_s = self.training_s
         if self._steering is not None:
             self.standing.envs, self.standing.deadlines_ms = self._steering.paused()
         if self.growing is not None:
             self.growing.interrupted()
             self.standing.actors, self.standing.learners = self.growing.presence()
-        if self._best is not None:
-            self.save_model(self._best)
-            self._best = None
-        return self.save_checkpoint(env_steps, self.standing)
+        self._moved = False
+        self._saved_best = self._best
+        self.saving = self.save(env_steps, self.standing, self._best)
+        return self.saving
 
-    def _saved(self, path: Path) -> None:
+    def _written(self, saving: Saving) -> None:
+        """Tell of a checkpoint that is written; one that could not be is told once, and the next one tries again."""
+        self.saving = None
+        try:
+            path = saving.path()
+        except PartLost:  # its death is told, and the run can be taken again
+            self._checkpointed, self._moved = -1, True
+        except (CheckpointError, OSError) as error:
+            self._not_written(error)
+        else:
+            self._saved(saving, path)
+
+    def _not_written(self, error: Exception) -> None:
+        if not self._unsaved:
+            text = (
+                "a checkpoint could not be written: training goes on, the last good one stays, and it is tried"
+                f" again soon; see to it that the last one can be written: {error}"
+            )
+            self._noticed(Notice("monitor", 0, "unsaved", text))
+        self._unsaved, self._moved, self._checkpointed_at = True, True, time.perf_counter()
+
+    def _save_last(self) -> None:
+        """Have everything written that happened; an error if that is not possible."""
+        if self.saving is not None:
+            self._await(self.saving)
+            self._written(self.saving)
+        for left in reversed(range(_LAST_TRIES)):
+            if not self._moved:
+                break
+            saving = self._begin_saving()
+            self._await(saving)
+            self.saving = None
+            try:
+                path = saving.path()
+            except PartLost:
+                self._moved = True
+                if not left:
+                    raise
+            else:
+                self._saved(saving, path)
+        self._tell_incidents()
+
+    def _await(self, saving: Saving) -> None:
+        """Wait until a checkpoint is written, or cannot be; the roles stand still or go on as they did."""
+        while not saving.done:
+            self.placement.attend(_ATTEND_S)
+
+    def _saved(self, saving: Saving, path: Path) -> None:
         """Tell of a checkpoint that was just made."""
-        self._checkpointed_at, self._moved, self._unsaved = time.perf_counter(), False, False
-        event = {"event": "checkpoint", "env_steps": self.handles.env_steps.total(), "path": path.name}
+        self._unsaved = False
+        if self._best is self._saved_best:
+            self._best = None
+        event = {"event": "checkpoint", "env_steps": saving.env_steps, "path": path.name}
         self.announce(event)
         if self.callbacks.on_checkpoint is not None:
             self.callbacks.on_checkpoint({**event, "path": str(path)}, self.stop)

@@ -13,6 +13,14 @@ class Chunk:
     """A part of a state with a file of its own; stands in the state where its content would."""
 
     read: Callable[[], State]
-    """Returns the content: of a role's own chunk that of this moment, of a saved one what its file holds."""
+    """Returns the content: of a role's own chunk that of the moment when the state was taken, of a saved one what its
+    file holds."""
     name: str | None = None
     """The name of the file that holds the content; None if there is none yet."""
+    dropped: bool = False
+    """Whether the state that it belongs to will not be written any further."""
+
+    @property
+    def awaited(self) -> bool:
+        """Whether its content may still be read by whoever writes the state."""
+        return self.name is None and not self.dropped

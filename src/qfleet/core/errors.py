@@ -26,6 +26,10 @@ class CheckpointError(QfleetError):
     """A checkpoint or model file is missing, damaged, foreign, or of an unsupported version."""
 
 
+class PartLost(CheckpointError):
+    """A role died while it wrote its part of a checkpoint, which can be made anew when the role lives again."""
+
+
 class Superseded(QfleetError):
     """Another process has taken the run over; this one may not write to its directory any more."""
 

@@ -151,6 +151,19 @@ class Machine:
     """Why it will soon be gone; empty if it will not."""
 
 
+class Writing(Protocol):
+    """The states of a whole run at one moment, on their way to the disk."""
+
+    def finish(self) -> None:
+        """Write them, or wait until those who do have done so; CheckpointError if that is not possible.
+
+        Called once, in another thread than the placement's, which meanwhile is advanced or attended to.
+        """
+
+    def abandon(self) -> None:
+        """Have `finish` end soon, with an error."""
+
+
 class Placement(Protocol):
     """A graph brought to life."""
 
@@ -175,11 +188,14 @@ class Placement(Protocol):
     def pause(self) -> None:
         """Stop all roles between two steps; the next `advance` lets them go on."""
 
-    def save(self, directory: Path) -> None:
-        """Write the states of all roles and edges into a directory."""
+    def attend(self, seconds: float) -> None:
+        """Let that much time pass without letting the run go on; raises as `advance` does."""
+
+    def save(self, directory: Path) -> Writing:
+        """Take the states of all roles and edges, paused, for a directory; they are written while the run goes on."""
 
     def restore(self, directory: Path) -> None:
-        """Continue from what `save` wrote, before the first `advance`."""
+        """Continue from what was written there, before the first `advance`."""
 
     def close(self) -> None:
         """End every role and give everything back."""

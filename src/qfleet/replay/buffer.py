@@ -213,7 +213,8 @@ class Replay:
         return np.nan_to_num(errors, posinf=0.0)  # a broken value must not break the tree
 
     def _evict(self, segments: Ints) -> None:
-        """Stop sampling what the loss of `segments` makes incomplete."""
+        """Stop sampling what the loss of `segments` makes incomplete; a checkpoint may still have to write them."""
+        self.store.chunks.preserve(segments)
         size = self.chains.rows
         first = segments * size
         self.sampler.remove((first[:, None] + np.arange(size)).ravel())
@@ -360,7 +361,7 @@ class Replay:
         }
 
     def state_dict(self) -> State:
-        """Return everything; rows are chunks, which are read when they are saved: before anything is appended."""
+        """Return everything; rows are chunks, which are read when they are saved, whatever is appended meanwhile."""
         return {
             "store": self.store.state_dict(self.windows.pending),
             "chains": self.chains.state_dict(),

@@ -266,16 +266,20 @@ class PrioritisedSampler(Sampler):
         return {"priority_max": self.max_priority or 1.0, "priority_mean": self.tree.total / max(self.count, 1)}
 
     def state_dict(self) -> State:
-        """Return the leaves and the maximum."""
-        items = self.items()
-        return {"items": items, "values": self.tree.get(items), "max_priority": self.max_priority}
+        """Return the set, one bit a row up to the last, with the values of its leaves, and the maximum."""
+        live = self.tree.leaves > 0.0
+        bound = len(live) - int(np.argmax(live[::-1])) if self.count else 0
+        values = self.tree.leaves[:bound][live[:bound]]
+        return {"live": np.packbits(live[:bound]), "values": values, "max_priority": self.max_priority}
 
     def load_state_dict(self, state: State) -> None:
         """Continue from `state_dict`."""
         leaves = np.zeros(self.tree.capacity)
-        leaves[state["items"]] = state["values"]
+        # earlier checkpoints have the numbers of the rows
+        items = state["items"] if "items" in state else np.flatnonzero(np.unpackbits(state["live"]))
+        leaves[items] = state["values"]
         self.tree.rebuild(leaves)
-        self.count = len(state["items"])
+        self.count = len(items)
         self.max_priority = state["max_priority"]
 
     def ledger(self) -> State:

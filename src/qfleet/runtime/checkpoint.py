@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from qfleet.core import codec
 from qfleet.core.errors import CheckpointError
 from qfleet.core.failpoints import failpoint
 from qfleet.core.role import State
-from qfleet.runtime import chunkfiles, epochs
+from qfleet.runtime import chunkfiles
+from qfleet.runtime.captured import Captured
 from qfleet.runtime.epochs import Epoch
 
 FORMAT = 2
@@ -49,18 +49,7 @@ class Found:
 
 def write_state(directory: Path, name: str, state: State) -> None:
     """Write one role's state as two files, and those of its chunks that have no file yet."""
-    state, chunks = chunkfiles.write_all(_chunk_folder(directory), state, directory / f".{name}.chunk")
-    header, arrays = codec.pack(state)
-    # Zero-dimensional and empty arrays keep their shape; safetensors wants contiguous ones.
-    tensors = {str(i): np.ascontiguousarray(a).reshape(a.shape) for i, a in enumerate(arrays)}
-    try:
-        failpoint("checkpoint.state")
-        save_file(tensors, directory / f"{name}.safetensors")
-        (directory / f"{name}.msgpack").write_bytes(header)
-        if chunks:
-            (directory / f"{name}.chunks").write_text("\n".join(chunks))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{directory / name}: cannot be written ({error}); is there room on the disk?") from error
+    Captured(directory, name, state).write()
 
 
 def read_state(directory: Path, name: str) -> State:
@@ -75,7 +64,7 @@ def read_state(directory: Path, name: str) -> State:
         ) from error
     except (SafetensorError, ValueError, KeyError, IndexError) as error:
         raise CheckpointError(f"{directory / name}: damaged ({error})") from error
-    return chunkfiles.found(_chunk_folder(directory), state)
+    return chunkfiles.found(chunkfiles.folder_of(directory), state)
 
 
 def copy_state(directory: Path, source: str, name: str) -> None:
@@ -85,42 +74,48 @@ def copy_state(directory: Path, source: str, name: str) -> None:
             shutil.copyfile(directory / f"{source}{suffix}", directory / f"{name}{suffix}")
 
 
-def save(epoch: Epoch, env_steps: int, fill: Callable[[Path], None], meta: dict[str, Any], keep: int) -> Path:
-    """Make one checkpoint: `fill` writes its files; it appears under its final name only when complete.
+def begin(epoch: Epoch, env_steps: int) -> Path:
+    """Make the directory in which a checkpoint is prepared; returns it. Superseded if a later epoch has begun.
 
-    At most `keep` complete checkpoints stay. None is ever overwritten: a second one of the same step has a suffix.
-    Superseded if a later epoch than the given one has begun.
+    No checkpoint is ever overwritten: a second one of the same step has a suffix.
     """
     epoch.require()
-    try:
-        return _save(epoch, env_steps, fill, meta, keep)
-    except (CheckpointError, OSError):
-        epoch.require()  # that may be why
-        raise
-
-
-def _save(epoch: Epoch, env_steps: int, fill: Callable[[Path], None], meta: dict[str, Any], keep: int) -> Path:
-    root = epoch.root
-    final = _new_name(root, env_steps)
-    partial = epoch.folder / final.name
+    partial = epoch.folder / _new_name(epoch.root, env_steps).name
     partial.mkdir()
+    return partial
+
+
+def save(epoch: Epoch, partial: Path, fill: Callable[[], None], meta: dict[str, Any], keep: int) -> Path:
+    """Make one checkpoint in what `begin` returned: `fill` sees to all of its files but the manifest.
+
+    It appears under its final name only when complete; at most `keep` complete ones stay.
+    """
     try:
-        fill(partial)
-        failpoint("checkpoint.before_manifest")
-        _write_manifest(partial, {"env_steps": env_steps, "epoch": epoch.number, **meta})
-        for path in (*partial.iterdir(), partial, *root.glob(chunkfiles.FOLDER)):
-            _fsync(path)
-        failpoint("checkpoint.before_rename")
-        os.rename(partial, final)
-    except BaseException:
+        final = _complete(epoch, partial, fill, meta)
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, CheckpointError | OSError):
+            epoch.require()  # that may be why
         raise
     with contextlib.suppress(OSError):  # it is saved; what stays now goes with the next one
-        _fsync(root)
+        _fsync(epoch.root)
         failpoint("checkpoint.before_removal")
-        for old in complete(root)[:-keep]:
+        for old in complete(epoch.root)[:-keep]:
             epoch.discard(old)
         _remove_chunks(epoch)
+    return final
+
+
+def _complete(epoch: Epoch, partial: Path, fill: Callable[[], None], meta: dict[str, Any]) -> Path:
+    """Fill a checkpoint, and have it appear under its final name."""
+    fill()
+    failpoint("checkpoint.before_manifest")
+    _write_manifest(partial, {"env_steps": int(partial.name[:12]), "epoch": epoch.number, **meta})
+    for path in (*partial.iterdir(), partial, *epoch.root.glob(chunkfiles.FOLDER)):
+        _fsync(path)
+    failpoint("checkpoint.before_rename")
+    final = epoch.root / partial.name
+    os.rename(partial, final)
     return final
 
 
@@ -166,7 +161,7 @@ def _verified(directory: Path) -> tuple[dict[str, Any], list[str]]:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
         if digest != files[name]:
             raise CheckpointError(f"{path}: damaged (its hash differs from the manifest's)")
-    lines = [chunkfiles.make_good(_chunk_folder(directory), name) for name in manifest.get("chunks", ())]
+    lines = [chunkfiles.make_good(chunkfiles.folder_of(directory), name) for name in manifest.get("chunks", ())]
     return manifest, [line for line in lines if line]
 
 
@@ -215,12 +210,6 @@ def set_aside(found: Found, epoch: Epoch) -> None:
                 epoch.require()
                 raise
             os.rename(on_its_way, aside)
-
-
-def _chunk_folder(directory: Path) -> Path:
-    """Return where a checkpoint's chunks lie: beside it, or beside the epoch's folder in which it is being made."""
-    beside = directory.parent if epochs.is_folder(directory.parent) else directory
-    return beside.parent / chunkfiles.FOLDER
 
 
 def _new_name(root: Path, env_steps: int) -> Path:

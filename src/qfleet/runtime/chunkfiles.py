@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,38 +23,56 @@ from qfleet.core.chunks import Chunk
 from qfleet.core.errors import CheckpointError
 from qfleet.core.failpoints import failpoint
 from qfleet.core.role import State
+from qfleet.runtime import epochs
 from qfleet.runtime.parity import mended, parity_of
 
 FOLDER = "chunks"
 _MARK = "__chunk__"
-"""The only key of what stands in a state for a chunk."""
+"""The only key of what stands in a saved state for a chunk: its name, or its number while that is not known."""
 _PARITY = ".parity"
 _NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 
 
-def write_all(folder: Path, state: State, unfinished: Path) -> tuple[State, list[str]]:
-    """Write every chunk of a state that has no file yet; returns the state with their names in it, and the names.
+def folder_of(directory: Path) -> Path:
+    """Return where a checkpoint's chunks lie: beside it, or beside the epoch's folder in which it is being made."""
+    beside = directory.parent if epochs.is_folder(directory.parent) else directory
+    return beside.parent / FOLDER
 
-    Each is first written to `unfinished`, a path on the same disk that nobody else uses.
+
+def numbered(folder: Path, state: State, chunks: list[Chunk]) -> State:
+    """Return a state with numbers in place of its chunks, which are added to the list.
+
+    Those whose file is gone lose their name: they have to be written again.
     """
-    names: list[str] = []
+    there = set(os.listdir(folder)) if folder.is_dir() else set()
 
-    def written(value: Any) -> Any:
+    def number(value: Any) -> Any:
         if isinstance(value, Chunk):
-            if value.name is None or not (folder / value.name).is_file():
-                value.name = _write(folder, value.read(), unfinished)
-            names.append(value.name)
-            return {_MARK: value.name}
-        return _mapped(value, written)
+            if value.name not in there:
+                value.name, value.dropped = None, False
+            chunks.append(value)
+            return {_MARK: len(chunks) - 1}
+        return _mapped(value, number)
 
-    return written(state), names
+    whole: State = number(state)
+    return whole
+
+
+def named(state: State, names: Sequence[str]) -> State:
+    """Return a state with the names of chunks in place of their numbers."""
+
+    def name(value: Any) -> Any:
+        return {_MARK: names[value[_MARK]]} if _is_mark(value) else _mapped(value, name)
+
+    whole: State = name(state)
+    return whole
 
 
 def found(folder: Path, state: State) -> State:
     """Return a state with chunks in place of their names; their files are read when they are needed."""
 
     def chunk(value: Any) -> Any:
-        if isinstance(value, dict) and value.keys() == {_MARK}:
+        if _is_mark(value):
             return Chunk(partial(_read, _path(folder, value[_MARK])), value[_MARK])
         return _mapped(value, chunk)
 
@@ -114,8 +132,11 @@ def all_but(names: Collection[str], folder: Path) -> list[Path]:
     return [path for path in folder.glob("*") if path.stem not in stems]
 
 
-def _write(folder: Path, content: State, unfinished: Path) -> str:
-    """Write a chunk; it appears under its name only when complete. Returns the name."""
+def write(folder: Path, content: State, unfinished: Path) -> str:
+    """Write a chunk; it appears under its name only when complete. Returns the name.
+
+    It is first written to `unfinished`, a path on the same disk that nobody else uses.
+    """
     header, arrays = codec.pack(content)
     tensors = {str(i): np.ascontiguousarray(a).reshape(a.shape) for i, a in enumerate(arrays)}
     data = to_bytes({**tensors, "header": np.frombuffer(header, np.uint8)})
@@ -156,6 +177,10 @@ def _path(folder: Path, name: str) -> Path:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise CheckpointError(f"{folder}: '{name}' is not the name of a chunk")
     return folder / name
+
+
+def _is_mark(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {_MARK}
 
 
 def _mapped(value: Any, function: Any) -> Any:

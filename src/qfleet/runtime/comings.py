@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Unpack
 
 from qfleet.core.protocols import Machine, Report
 from qfleet.core.role import Idle
 from qfleet.runtime import checkpoint
+from qfleet.runtime.captured import Captured
 from qfleet.runtime.channels import edge_stem
 from qfleet.runtime.graph import Graph, Node, ends, open_handles
 from qfleet.runtime.reviving import KILL_S, STOP_S, Revival, RevivingPlacement, join_all
@@ -269,17 +270,18 @@ class ComingsPlacement(RevivingPlacement):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def _save_own_ends(self, directory: Path) -> None:
-        super()._save_own_ends(directory)
+    def _capture_own_ends(self, directory: Path) -> list[Callable[[], None]]:
+        parts = super()._capture_own_ends(directory)
         if self._turns is None:  # in lock-step nobody is ever away
             lives = max(ports.life for ports in self._ports.values()) + 1
-            checkpoint.write_state(directory, _AWAY, {"lives": self._former_lives + lives})
+            parts.append(Captured(directory, _AWAY, {"lives": self._former_lives + lives}).write)
         left = {node.name for node in self._left}
         for name in self._away.keys() - left:
             own = OpenEnds(self._ports[name].open)
             open_handles(self._nodes[name].handles, own.open)
             own.drain()  # what came for it, after it had gone
-            own.save(directory, name)
+            parts.append(own.capture(directory, name).write)
+        return parts
 
     def _restore_own_ends(self, directory: Path) -> None:
         super()._restore_own_ends(directory)

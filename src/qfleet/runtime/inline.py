@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,11 @@ from qfleet.core.protocols import Incident, Report
 from qfleet.core.role import State
 from qfleet.core.types import Notice
 from qfleet.runtime import checkpoint
+from qfleet.runtime.captured import Captured
 from qfleet.runtime.graph import End, Graph
 from qfleet.runtime.host import Host, build
 from qfleet.runtime.keeps import LocalKeep
+from qfleet.runtime.writing import OwnWriting
 
 Copy = Callable[[Any], Any]
 
@@ -180,10 +183,17 @@ class InlinePlacement:
     def pause(self) -> None:
         """Do nothing: between two calls of `advance` nothing moves."""
 
-    def save(self, directory: Path) -> None:
-        """Write the state of every role, and of the edges between them, into a directory."""
-        for hosted in self._host.hosted:
-            checkpoint.write_state(directory, hosted.node.name, hosted.role.state_dict())
+    def attend(self, seconds: float) -> None:
+        """Sleep."""
+        time.sleep(seconds)
+
+    def save(self, directory: Path) -> OwnWriting:
+        """Take the state of every role, and of the edges between them, for a directory."""
+        hosted_all = self._host.hosted
+        states = [Captured(directory, hosted.node.name, hosted.role.state_dict()) for hosted in hosted_all]
+        return OwnWriting([*states, Captured(directory, "edges", self._edge_states())])
+
+    def _edge_states(self) -> State:
         edges: State = {}
         for name, edge in self._edges.items():
             if isinstance(edge, LocalStream):
@@ -193,7 +203,7 @@ class InlinePlacement:
             else:
                 edges[name] = edge.cells
         seen = {name: subscriber.seen for name, subscriber in self._subscribers.items()}
-        checkpoint.write_state(directory, "edges", {"edges": edges, "seen": seen})
+        return {"edges": edges, "seen": seen}
 
     def restore(self, directory: Path) -> None:
         """Continue from what `save` wrote for the same graph; roles close their streams anew."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, Unpack
 
@@ -248,19 +249,17 @@ class RevivingPlacement(SupervisedPlacement):
             if text:
                 self._incidents.append(Notice("supervisor", 0, "standstill", text))
 
-    def _save_own_ends(self, directory: Path) -> None:
-        self._ends.save(directory, "caller")
-        for node in self._left:
-            self._save_for(node, directory)
+    def _capture_own_ends(self, directory: Path) -> list[Callable[[], None]]:
+        parts = [self._ends.capture(directory, "caller").write]
+        return parts + [part for node in self._left for part in self._capture_for(node, directory)]
 
-    def _save_for(self, node: Node, directory: Path) -> None:
-        """Write what one who left would begin with in a resumed run, which has all of the group again."""
+    def _capture_for(self, node: Node, directory: Path) -> list[Callable[[], None]]:
+        """Return what writes the state of one who left, who is there again in a resumed run."""
         first = next(name for name, other in self._nodes.items() if other.kind == node.kind)
-        checkpoint.copy_state(directory, first, node.name)
         own = OpenEnds(self._ports[node.name].open)
         open_handles(node.handles, own.open)
         own.drain()  # nobody would wait for these draws with it
-        own.save(directory, node.name)
+        return [partial(checkpoint.copy_state, directory, first, node.name), own.capture(directory, node.name).write]
 
     def _restore_own_ends(self, directory: Path) -> None:
         self._ends.restore(directory, "caller")

@@ -18,6 +18,7 @@ from qfleet.core.types import Notice
 from qfleet.runtime.graph import Graph, Node
 from qfleet.runtime.host import Host
 from qfleet.runtime.worker import Answer, Command
+from qfleet.runtime.writing import CrewWriting
 
 _LISTEN_S = 0.1
 _NUDGE_S = 0.2
@@ -87,6 +88,8 @@ class SupervisedPlacement(ABC):
         self._hurried_at: float | None = None
         """Since when a person waits for the end, by `time.monotonic`."""
         self._incidents: list[Incident | Notice] = []
+        self._writing = CrewWriting()
+        """What becomes of the last checkpoint."""
 
     @abstractmethod
     def _tell(self, member: Member, command: Command, argument: str) -> None:
@@ -97,8 +100,8 @@ class SupervisedPlacement(ABC):
         """Return what came from the workers, waiting at most so long for the first."""
 
     @abstractmethod
-    def _save_own_ends(self, directory: Path) -> None:
-        """Write the state of the ends that the caller holds."""
+    def _capture_own_ends(self, directory: Path) -> list[Callable[[], None]]:
+        """Take the state of the ends of the caller; return what writes it when the roles have written theirs."""
 
     @abstractmethod
     def _restore_own_ends(self, directory: Path) -> None:
@@ -163,16 +166,20 @@ class SupervisedPlacement(ABC):
         """Wait no longer for steps that take long: a person wants the run to end; safe to call in a signal handler."""
         self._hurried_at = self._hurried_at or time.monotonic()
 
-    def save(self, directory: Path) -> None:
-        """Write the states of all roles, paused, and what is on its way between them; CheckpointError if one cannot."""
+    def attend(self, seconds: float) -> None:
+        """Hear from the roles for at most so long."""
+        self._hear(seconds)
+
+    def save(self, directory: Path) -> CrewWriting:
+        """Take the states of all roles, paused, and what is on its way between them."""
         self.pause()
-        answers = self._ask("save", self.crew, str(directory.resolve()))
-        if causes := [answer.cause for answer in answers.values() if answer.cause]:
-            raise CheckpointError(causes[0])
-        self._save_own_ends(directory)
+        self._writing = CrewWriting()
+        self._ask("save", self.crew, str(directory.resolve()))
+        self._writing.taken(self._capture_own_ends(directory))
+        return self._writing
 
     def restore(self, directory: Path) -> None:
-        """Continue from what `save` wrote for the same graph; streams are closed anew by their senders."""
+        """Continue from what was written there for the same graph; streams are closed anew by their senders."""
         self._ask("restore", self.crew, str(directory.resolve()))
         self._restore_own_ends(directory)
 
@@ -181,6 +188,7 @@ class SupervisedPlacement(ABC):
         if not self._closed:
             self._closed = True
             self._end()
+            self._writing.abandon()
 
     def _tell_all(self, command: Command, argument: str = "") -> None:
         for member in self.crew:
@@ -262,7 +270,14 @@ class SupervisedPlacement(ABC):
         """Keep a member as its worker says it is."""
         if answer.what == "done":
             member.done = True
+        elif answer.what == "save":
+            self._writing.begun(member.name)
+            if answer.cause:
+                self._writing.ended(member.name, CheckpointError(answer.cause))
+        elif answer.what == "written":
+            self._writing.ended(member.name, CheckpointError(answer.cause) if answer.cause else None)
         elif answer.what == "died":
+            self._writing.died(member.name)
             self._tell_incident(member)
             member.died_at, member.cause = time.monotonic(), answer.cause
             member.lived_s = 0.0 if member.ready_at is None else member.died_at - member.ready_at

@@ -17,10 +17,12 @@ import torch
 
 from qfleet.core.errors import CheckpointError, QfleetError, RoleFailure
 from qfleet.core.protocols import Report
-from qfleet.core.role import WORKED, Idle, Status
+from qfleet.core.role import WORKED, Idle, Role, Status
 from qfleet.runtime import checkpoint
+from qfleet.runtime.captured import Captured
 from qfleet.runtime.graph import End, Node
 from qfleet.runtime.host import Host, Hosted, Wait, build
+from qfleet.runtime.writing import PartWriting
 
 Command = Literal["run", "pause", "step", "report", "save", "restore", "part", "stop"]
 
@@ -29,17 +31,19 @@ _REPORT_S = 0.2
 """How old the metrics of a working role may get."""
 _CALLS = 3
 """How many calls are told of a process that crashed."""
+_WRITING_ENDS_S = 3.0
+"""How long a part of a checkpoint that is not wanted any more may take to end."""
 _BACKGROUND = 10
 """How nice processes in the background are to the others."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker tells its supervisor: a command carried out, "built", "done", "failed" or "died"."""
+    """What a worker tells its supervisor: a command carried out, "built", "written", "done", "failed" or "died"."""
 
     what: str
     cause: str = ""
-    """Of a failure: what a person reads."""
+    """Of a failure, or of a state that could not be written: what a person reads."""
     exit_code: int = 0
     """Of a failure: that of the error, so that a mistake of the user's stays one."""
     trace: str = ""
@@ -98,12 +102,12 @@ class OpenEnds:
                 pass
         self.acknowledge()
 
-    def save(self, directory: Path, owner: str) -> None:
-        """Write the state of all ends; everything is paused, so that both ends of an edge agree."""
-        checkpoint.write_state(directory, f"{owner}.ends", {key: end.state() for key, end in self._opened.items()})
+    def capture(self, directory: Path, owner: str) -> Captured:
+        """Take the state of all ends; everything is paused, so that both ends of an edge agree."""
+        return Captured(directory, f"{owner}.ends", {key: end.state() for key, end in self._opened.items()})
 
     def restore(self, directory: Path, owner: str) -> None:
-        """Continue from what `save` wrote."""
+        """Continue from what `capture` took."""
         saved = checkpoint.read_state(directory, f"{owner}.ends")
         for key, end in self._opened.items():
             if key not in saved:
@@ -133,6 +137,8 @@ class Worker:
         """What the worker does besides stepping, and since when."""
         self._running = False
         self._told_done = False
+        self._writing: PartWriting | None = None
+        """What was captured for the last checkpoint."""
 
     def command(self, name: Command, argument: str) -> None:
         """Queue a command; the caller must then wake `wait`."""
@@ -164,6 +170,8 @@ class Worker:
         except Exception as error:
             self._answer(failed(error))
         finally:
+            if self._writing is not None:
+                self._writing.end(_WRITING_ENDS_S)
             if self._host is not None:
                 self._host.hosted[0].role.close()
 
@@ -181,6 +189,8 @@ class Worker:
             answer = self._carry_out(host, name, argument)
             self._engaged = None
             self._answer(answer)
+            if name == "save" and not answer.cause and self._writing is not None:
+                self._writing.start()  # only now: that it has ended must not be heard before that it has begun
         return True
 
     def _carry_out(self, host: Host[Hosted], name: Command, argument: str) -> Answer:
@@ -201,8 +211,7 @@ class Worker:
             return Answer(name, report=self._report)
         elif name == "save":
             try:
-                checkpoint.write_state(directory, self._node.name, hosted.role.state_dict())
-                self._ends.save(directory, self._node.name)
+                self._capture(hosted.role, directory)
             except (CheckpointError, OSError) as error:  # the supervisor knows whether the run can do without
                 return Answer(name, str(error))
         elif name == "part":
@@ -211,6 +220,14 @@ class Worker:
             hosted.role.load_state_dict(checkpoint.read_state(directory, self._node.name))
             self._ends.restore(directory, self._node.name)
         return Answer(name)
+
+    def _capture(self, role: Role, directory: Path) -> None:
+        """Take the role's state for a checkpoint; it is written beside its steps, and then that is answered."""
+        if self._writing is not None:
+            self._writing.end(_WRITING_ENDS_S)  # it has told how it ended, or was given up
+        states = [Captured(directory, self._node.name, role.state_dict())]
+        states.append(self._ends.capture(directory, self._node.name))
+        self._writing = PartWriting(states, lambda cause: self._answer(Answer("written", cause)))
 
     def _round(self, host: Host[Hosted], longest_wait: float) -> None:
         host.round(longest_wait)

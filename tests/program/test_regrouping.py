@@ -12,6 +12,7 @@ from program_cases import short
 from scripted_shard import SPEC, Script, ScriptedShard, ScriptHandles
 
 from qfleet.core import codec
+from qfleet.core.saving import Saving
 from qfleet.core.usercode import UserCode
 from qfleet.roles.learner import NO_BATCH, Learner, LearnerHandles
 from qfleet.roles.learner_setup import GroupConfig
@@ -66,6 +67,14 @@ def finish(placement: Any) -> None:
         placement.advance()
 
 
+def save(placement: Any, folder: Path) -> None:
+    writing = placement.save(folder)
+    saving = Saving(0, lambda: writing.finish() or folder, writing.abandon)
+    while not saving.done:
+        placement.attend(0.01)
+    assert saving.path() == folder
+
+
 def arrays(folder: Path) -> list[Any]:
     """Return all that the first learner's update consists of: weights, target, moments, counters."""
     return codec.pack(checkpoint.read_state(folder, "learner-0")["update"])[1]
@@ -75,7 +84,7 @@ def alone(draws: int, folder: Path) -> list[Any]:
     graph, _ = scripted(draws, 1, folder)
     placement = InlinePlacement(graph)
     finish(placement)
-    placement.save(folder)
+    save(placement, folder)
     placement.close()
     return arrays(folder)
 
@@ -105,7 +114,7 @@ def test_the_updates_of_a_group_that_changes_are_those_of_one_learner(
         finish(placement)
         folder = tmp_path / "saved"
         folder.mkdir()
-        placement.save(folder)
+        save(placement, folder)
         assert updates.total() == draws, "each draw is one update"
     finally:
         placement.close()

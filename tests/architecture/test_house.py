@@ -40,7 +40,7 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-RAY = ["runtime/ray.py", "runtime/ray_actors.py", "runtime/ray_cluster.py", "runtime/ray_life.py"]
+RAY = ["runtime/ray.py", *(f"runtime/ray_{part}.py" for part in ("actors", "calls", "cluster", "life"))]
 
 
 def test_ray_is_named_in_the_files_of_its_placement():

@@ -40,7 +40,7 @@ from cases import PAUSES, Case
 import qfleet.session
 from qfleet import api
 from qfleet.control.monitor import Callbacks
-from qfleet.core.errors import QfleetError
+from qfleet.core.errors import RoleFailure
 from qfleet.experiment import Experiment, with_changes
 from qfleet.observe.sinks import read_jsonl
 from qfleet.presets import preset
@@ -60,6 +60,7 @@ def experiment() -> Experiment:
         "env.kind": "gym",
         "env.id": "Acrobot-v1",
         "env.reward_scale": 0.1,
+        "network.input.scale": [1.0, 1.0, 1.0, 1.0, 0.1, 0.05],
         "placement": "processes",
         "actors": 2,
         "env_steps": 10**9,
@@ -123,7 +124,7 @@ def soak(minutes: float, every_s: float, seed: int) -> dict[str, Any]:
         try:
             summary = api.train(experiment(), seed=seed, run_dir=run_dir, callbacks=Callbacks(on_step=on_step)).summary
             nothing_left()
-        except (QfleetError, AssertionError) as error:
+        except (RoleFailure, AssertionError) as error:
             failed = f"{type(error).__name__}: {error}"
         breaker.stop()
         sampler.stop()

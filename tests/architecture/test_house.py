@@ -40,7 +40,7 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-RAY = [f"runtime/ray{part}.py" for part in ("", "_actors", "_cluster", "_hands", "_keepers", "_life")]
+RAY = [f"runtime/ray{part}.py" for part in ("", "_actors", "_calls", "_cluster", "_hands", "_keepers", "_life")]
 
 
 def test_ray_is_named_in_the_files_of_its_placement():

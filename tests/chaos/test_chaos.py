@@ -41,6 +41,18 @@ def test_a_quarter_of_the_calls_are_lost_on_ray():
     assert sum(lost[f"{how}_failure_prob"] for how in ("req", "resp", "in_flight")) == 25
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+@pytest.mark.parametrize("run", ["ray", "ray, two nodes"])
+def test_nothing_is_lost_or_doubled_when_a_quarter_of_the_calls_are_lost(run: str) -> None:
+    pytest.importorskip("ray")
+    seed = next(what.seed for what in map(case, ALL) if (what.run, what.faults) == (run, LOSS))
+    (found,) = matrix.run([seed])
+    assert found["failed"] == ""
+    assert found["deaths"] > 0
+    assert found["stored"] == found["sent"] > 500
+
+
 def test_a_case_that_hangs_is_ended_and_named_and_those_after_it_are_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

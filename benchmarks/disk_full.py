@@ -51,7 +51,7 @@ ALARMS = ("unsaved", "unwritten")
 COLUMNS = ("went on", "told", "told in events.jsonl", "saved after it", "last one good")
 SMALL_DISK = "QFLEET_SMALL_DISK"
 """Names the small disk to the part of this program that has it."""
-LONGEST_S = 240.0
+LONGEST_S = 600.0
 """When a run that does not come to its end is ended."""
 
 
@@ -123,6 +123,8 @@ def counts_of(site: str, placement: str, faults: int, rng: np.random.Generator) 
     least, most = 2, 4
     if site.endswith("chunk"):
         least, most = 4, 9
+    if site == "events.write":
+        least, most = 6, 12  # the notices of a fault are events, too
     if site == "checkpoint.state":
         least, most = (10, 18) if placement == "inline" else (4, 8)
     return np.cumsum(rng.integers(least, most, 1 if site in ONE_OF_A_RUN else faults)).tolist()

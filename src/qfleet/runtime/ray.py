@@ -251,7 +251,14 @@ class RayPlacement(ComingsPlacement):
             for keepers in [one for one in self._keepers if one.has(site)]:
                 keepers.leave(site)
             self._hands.forget(site)
-            self._keepers = [self._keepers[0], *(one for one in self._keepers[1:] if one.abroad)]
+            self._dismiss_keepers()
+
+    def _dismiss_keepers(self) -> None:
+        """End those on this node whose counterparts elsewhere are gone."""
+        for keepers in self._keepers[1:]:
+            if not keepers.abroad:
+                keepers.close()
+                self._keepers.remove(keepers)
 
     def _lose(self, site: Site) -> None:
         """Go on without the roles of a lost node, or end the run where it cannot do without them."""
@@ -268,6 +275,7 @@ class RayPlacement(ComingsPlacement):
         self._grounds.unfit.add(site.id)
         for keepers in self._keepers:
             keepers.forget(site)
+        self._dismiss_keepers()
         self._hands.forget(site)
         for member in living:
             self._leaving.add(member.name)

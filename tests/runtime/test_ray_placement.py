@@ -271,6 +271,8 @@ def test_roles_follow_nodes_that_join_are_lost_and_are_drained(later_node: Any, 
     later_node.end()
     advance_until(placement, lambda: placement.present(kind) == [0], "who was there is given up")
     assert [notice.kind for notice in placement.incidents()] == ["node_lost"]
+    assert [machine.id for machine in placement.machines()] == [here], "whether Ray knows it already or not"
+    assert not placement.come(kind, [1], other)
     save(placement, tmp_path)
     advance_until(placement, lambda: placement.absent(kind) == [1], "its place is free")
     assert placement.come(kind, [1], here)

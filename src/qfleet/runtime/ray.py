@@ -24,6 +24,7 @@ from qfleet.core.types import Notice
 try:
     import ray
     from ray import cloudpickle
+    from ray.exceptions import RayError
 except ImportError as error:
     raise MissingExtra("ray", "ray", "the placement 'ray'") from error
 
@@ -187,7 +188,8 @@ class RayPlacement(ComingsPlacement):
     def come(self, kind: str, indices: Sequence[int], machine: str) -> bool:
         """Begin roles that are away on a node; returns False where that cannot be."""
         site = next((site for site in ray_cluster.sites() if site.id == machine), None)
-        if site is None or any(member.done for member in self.crew if member.report.kind == kind):
+        over = any(member.done for member in self.crew if member.report.kind == kind)
+        if site is None or site.id in self._grounds.unfit or over:
             return False
         try:
             self._grounds.require([site] if site != self._here else [])
@@ -195,25 +197,39 @@ class RayPlacement(ComingsPlacement):
             self._grounds.unfit.add(site.id)
             self._incidents.append(Notice("supervisor", 0, "unfit", f"{error}; the run goes on without that node"))
             return False
-        self._house([f"{kind}-{index}" for index in indices], site)
-        return super().come(kind, indices, machine)
+        except RayError:
+            self._grounds.unfit.add(site.id)
+            return False
+        return self._house([f"{kind}-{index}" for index in indices], site) and super().come(kind, indices, machine)
 
-    def _house(self, names: Sequence[str], site: Site) -> None:
-        """Make the edges of roles on a node where they are to be."""
+    def _house(self, names: Sequence[str], site: Site) -> bool:
+        """Make the edges of roles on a node where they are to be; returns False if it is lost meanwhile."""
         folder = self._folder.path
         if site != self._here:
-            homes = {name: site.id if name in names else self._here.id for name in self._nodes}
-            keepers, drawn = Keepers(), draw_map(self._graph, homes, self._here.id)
-            folder = keepers.begin(self._graph, [self._here, site], self._folder.path, drawn)[site]
-            stems = {edge: edge_stem(self._folder.path, edge) for edge in self._graph.counters}
-            keepers.seed(site, {edge: attach(stem).view(np.int64).tolist() for edge, stem in stems.items()})
+            keepers = Keepers()
+            try:
+                folder = self._open_up(keepers, names, site)
+            except RayError:
+                self._grounds.unfit.add(site.id)
+                keepers.close()
+                return False
             self._keepers.append(keepers)
-            if self._carrying:
-                keepers.ask("carry")
         for name in names:
             self._homes[name] = site
             last_words = folder / f"{name}.last_words"
             self._setups[name] = dataclasses.replace(self._setups[name], last_words=last_words)
+        return True
+
+    def _open_up(self, keepers: Keepers, names: Sequence[str], site: Site) -> Path:
+        """Have keepers make the edges of these roles on another node; returns where they are."""
+        homes = {name: site.id if name in names else self._here.id for name in self._nodes}
+        drawn = draw_map(self._graph, homes, self._here.id)
+        folder = keepers.begin(self._graph, [self._here, site], self._folder.path, drawn)[site]
+        stems = {edge: edge_stem(self._folder.path, edge) for edge in self._graph.counters}
+        keepers.seed(site, {edge: attach(stem).view(np.int64).tolist() for edge, stem in stems.items()})
+        if self._carrying:
+            keepers.ask("carry")
+        return folder
 
     def _settle(self, name: str, machine: str) -> None:
         self._ports[name].folder = self._setups[name].last_words.parent
@@ -239,7 +255,14 @@ class RayPlacement(ComingsPlacement):
             for keepers in [one for one in self._keepers if one.has(site)]:
                 keepers.leave(site)
             self._hands.forget(site)
-            self._keepers = [self._keepers[0], *(one for one in self._keepers[1:] if one.abroad)]
+            self._dismiss_keepers()
+
+    def _dismiss_keepers(self) -> None:
+        """End those on this node whose counterparts elsewhere are gone."""
+        for keepers in self._keepers[1:]:
+            if not keepers.abroad:
+                keepers.close()
+                self._keepers.remove(keepers)
 
     def _lose(self, site: Site) -> None:
         """Go on without the roles of a lost node, or end the run where it cannot do without them."""
@@ -253,8 +276,10 @@ class RayPlacement(ComingsPlacement):
         if living:
             names = ", ".join(member.name for member in living)
             self._incidents.append(Notice("supervisor", 0, "node_lost", f"{site.name} was lost, with {names}"))
+        self._grounds.unfit.add(site.id)
         for keepers in self._keepers:
             keepers.forget(site)
+        self._dismiss_keepers()
         self._hands.forget(site)
         for member in living:
             self._leaving.add(member.name)
@@ -282,7 +307,7 @@ class _Grounds:
         self._rehearsal, self._in_flight = rehearsal, in_flight
         self._fit: set[str] = set()
         self.unfit: set[str] = set()
-        """The ids of nodes that joined and cannot have roles."""
+        """The ids of nodes that cannot have roles: they lack something, or are lost, which Ray may not know yet."""
 
     def require(self, sites: Sequence[Site]) -> None:
         """Raise ConfigError unless all of these nodes will do."""

@@ -4,6 +4,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 # One thread for each numerical library: several contending ones are slower on small networks.
 export OMP_NUM_THREADS ?= 1
+# Many tests start Python anew, which would compile everything each time if nothing may be kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-all test-gpu chaos check docs lock bench clean
 
@@ -41,7 +43,7 @@ bench: $(INSTALLED)  ## Measure against the peers, which get an environment of t
 $(INSTALLED): requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet torch==2.13.0 uv==0.13.7
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --requirement requirements.lock
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --compile-bytecode --requirement requirements.lock
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
 	touch $(INSTALLED)
 

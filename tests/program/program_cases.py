@@ -56,9 +56,12 @@ def stop_at(env_steps: int) -> Callbacks:
 
 
 def fingerprint(run: api.Run) -> dict[str, str]:
-    """Hashes of the kept model and of every role's state in the last checkpoint, however its rows are divided."""
+    """Hashes of the kept model and of every role's state in the last checkpoint, however its rows are divided.
+
+    How many lives the roles had ("away") is no part of them.
+    """
     last = checkpoint.complete(run.dir / "checkpoints")[-1]
-    names = sorted(path.stem for path in last.glob("*.msgpack"))
+    names = sorted({path.stem for path in last.glob("*.msgpack")} - {"away"})
     states = {f"{last.name[:12]}/{name}": digest(checkpoint.read_state(last, name)) for name in names}
     return {"model": hashlib.sha256((run.dir / "model" / "model.safetensors").read_bytes()).hexdigest(), **states}
 

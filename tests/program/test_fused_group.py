@@ -155,6 +155,7 @@ def test_loops_with_a_replay_go_back_to_the_last_checkpoint_together_and_say_wha
     assert fingerprint(run) == fingerprint(uncut("cartpole"))
 
 
+@pytest.mark.slow
 def test_loops_with_a_replay_that_die_again_and_again_end_the_run_which_can_be_resumed(tmp_path, monkeypatch):
     monkeypatch.setattr(qfleet.session, "_FALLS", 1)
     monkeypatch.setenv(VARIABLE, "fused-1/worker.step:kill@6")

@@ -53,7 +53,7 @@ class RankKiller:
     ("rank", "changes"),
     [
         (0, {}),
-        (2, {"parallel.compression": {"kind": "int8"}}),
+        pytest.param(2, {"parallel.compression": {"kind": "int8"}}, marks=pytest.mark.slow),
         pytest.param(2, {}, marks=pytest.mark.slow),
         pytest.param(1, {"parallel.update": {"kind": "sharded"}}, marks=pytest.mark.slow),
         pytest.param(1, {"learners": 1, "parallel.tensor": 2}, marks=pytest.mark.slow),

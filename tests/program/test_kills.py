@@ -158,6 +158,7 @@ def test_nothing_is_lost_when_random_roles_are_killed(tmp_path: Path, monkeypatc
     assert found.stored == found.sent
 
 
+@pytest.mark.slow
 def test_only_the_oldest_is_gone_from_a_full_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killer = Killer(kills=5, seed=2, pause=400)
     run = experiment(tmp_path, 5000, **{"replay.capacity": 800, "replay.segment": 20})

@@ -39,8 +39,8 @@ def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("points", "shards"),
     [
-        (POINTS[0], 1),
         (POINTS[1], 2),
+        pytest.param(POINTS[0], 1, marks=pytest.mark.slow),
         *(pytest.param(points, 2, marks=pytest.mark.slow) for points in (POINTS[0], *POINTS[2:])),
     ],
 )

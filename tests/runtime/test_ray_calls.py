@@ -132,7 +132,8 @@ class Pausing(SupervisedPlacement):
         self._waiting = [member for member in self._waiting if member not in ready]
         return [(member, Answer("pause")) for member in ready]
 
-    def _save_own_ends(self, directory: Path) -> None: ...
+    def _capture_own_ends(self, directory: Path) -> list[Callable[[], None]]:
+        return []
 
     def _restore_own_ends(self, directory: Path) -> None: ...
 

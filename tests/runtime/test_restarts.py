@@ -282,7 +282,7 @@ def test_deaths_after_short_lives_are_begun_anew_later_and_later_and_others_at_o
 
 
 def test_a_role_that_works_between_its_deaths_may_die_as_often_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A soak ended after a minute: one fault in ten seconds was taken for a role that cannot live."""
+    """Deaths that each follow after a while of work are not those of a role that cannot live."""
     monkeypatch.setattr(reviving, "_QUICK_S", 0.05)
     monkeypatch.setenv("QFLEET_FAIL", "kept_consumer-0/worker.step:kill@20:always")
     placement = ProcessPlacement(kept_pipeline(100, pace_s=0.01), restarts=1)

@@ -7,16 +7,16 @@ export OMP_NUM_THREADS ?= 1
 # Many tests start Python anew, which would compile everything each time if nothing may be kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all test-gpu chaos check docs lock bench clean
+.PHONY: train test test-all test-gpu chaos checked check types lint docs lock bench clean
 
 train: $(INSTALLED)  ## Train the cartpole preset with a live panel.
 	$(BIN)/qfleet train cartpole
 
 # Three workers for two cores: many tests wait for processes that they killed or stopped.
-test: check docs  ## Every check and every test but the long matrices.
+test: checked  ## Every check and every test but the long matrices.
 	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadgroup
 
-test-all: check docs  ## Every test: kills, seeds, cut points, all algorithms.
+test-all: checked  ## Every test: kills, seeds, cut points, all algorithms.
 	QFLEET_EXAMPLES=searching $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-gpu: $(INSTALLED)  ## Every test that needs a CUDA device, and the kernels' own tests on it.
@@ -25,10 +25,17 @@ test-gpu: $(INSTALLED)  ## Every test that needs a CUDA device, and the kernels'
 chaos: $(INSTALLED)  ## Kill and stop processes of many runs, as seeds say; goes on where it was cut; fills benchmarks/chaos.md.
 	$(BIN)/python tests/chaos/matrix.py
 
-check: $(INSTALLED)  ## Format, lint, types, import contracts, spelling.
+checked: $(INSTALLED)
+	$(MAKE) --jobs 2 --output-sync check docs
+
+check: lint types  ## Format, lint, types, import contracts, spelling.
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 

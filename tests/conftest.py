@@ -15,7 +15,7 @@ from hypothesis import settings
 from ray_nodes import OtherNode, other_node
 
 # `make test` repeats the same examples; `make test-all` looks for new ones.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
 settings.register_profile("searching", deadline=None)
 settings.load_profile(os.environ.get("QFLEET_EXAMPLES", "repeatable"))
 

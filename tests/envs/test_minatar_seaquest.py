@@ -74,6 +74,7 @@ def test_equals_the_package_on_random_actions() -> None:
     assert len(play.lengths) > 200
 
 
+@pytest.mark.slow
 def test_equals_the_package_up_to_the_steepest_ramp() -> None:
     captain = Captain()
     play = compare(Seaquest(all_actions=True), SITES, mixed(captain, 0.02), ticks=1600)

@@ -34,6 +34,7 @@ def test_equals_the_package_on_random_actions() -> None:
     assert len(play.lengths) > 200
 
 
+@pytest.mark.slow
 def test_equals_the_package_up_to_the_fastest_wave() -> None:
     play = compare(SpaceInvaders(all_actions=True), {}, mixed(hunt, 0.01), ticks=1600)
     assert max(play.returns) > WAVE * RAMPING_WAVES

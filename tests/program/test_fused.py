@@ -56,7 +56,7 @@ def test_every_kind_of_agent_runs_fused(algo, tmp_path):
 
 
 @pytest.mark.parametrize("algo", ["dqn", "rainbow", "pqn"])
-@pytest.mark.parametrize("cut", [130, 777])
+@pytest.mark.parametrize("cut", [130, pytest.param(777, marks=pytest.mark.slow)])
 def test_trap_15_a_fused_run_cut_and_resumed_equals_uncut(algo, cut, tmp_path):
     first = api.train(fused(algo), seed=5, run_dir=tmp_path / "cut", callbacks=stop_at(cut))
     assert first.summary["stopped_by"] == "callback"

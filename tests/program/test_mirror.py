@@ -10,7 +10,7 @@ from qfleet.core.errors import ConfigError
 from qfleet.core.failpoints import VARIABLE
 
 
-@pytest.mark.parametrize("sampler", ["uniform", "prioritised"])
+@pytest.mark.parametrize("sampler", [pytest.param("uniform", marks=pytest.mark.slow), "prioritised"])
 def test_the_same_is_learned_with_and_without_a_mirror(sampler, tmp_path):
     """In lock-step, so that both runs draw the same batches; also after a checkpoint."""
     changes = {"placement": "processes", "lockstep": True, "replay.sampler.kind": sampler}

@@ -38,7 +38,7 @@ def test_every_shard_serves_its_actors_and_the_run_keeps_its_rate(placement: str
     assert {"replay.0.busy", "replay.1.busy"} <= set(records[-1])
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 def test_workers_of_parameter_servers_take_from_all_shards(mode: str, tmp_path: Path) -> None:
     served = {"learners": 2, "parallel.update": {"kind": "server", "servers": 2, "mode": mode}}
     done = api.train(experiment(**served), seed=1, run_dir=tmp_path / "run")

@@ -189,13 +189,13 @@ class Monitor:
                 self._heard(message)
         self._tell_incidents()
         self._balance()
-        self._grow()
         if self._progress.due(self.experiment.track.every_s):
             self._record()
         if self.callbacks.on_step is not None:
             self.callbacks.on_step({"env_steps": self.handles.env_steps.total()}, self.stop)
         if self.saving is not None and self.saving.done:
             self._written(self.saving)
+        self._grow()  # between two checkpoints, also where one follows the other
         if self._checkpoint_due():
             self._try_checkpoint()
 

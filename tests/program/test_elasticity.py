@@ -14,8 +14,10 @@ import qfleet.api as api
 import qfleet.session
 from qfleet.control.monitor import Callbacks
 from qfleet.core.errors import ConfigError
+from qfleet.core.protocols import Machine
 from qfleet.program import place
 from qfleet.runtime import checkpoint, ownership
+from qfleet.runtime.processes import ProcessPlacement
 
 SETTINGS: dict[str, Any] = {
     "placement": "processes",
@@ -152,8 +154,14 @@ def test_other_arrangements_grow_and_shrink_and_come_to_their_end(changes: dict[
 
 
 @pytest.mark.slow
-def test_actors_are_added_by_themselves_where_they_hold_the_learner_up(operated: Any) -> None:
-    slow = {"learner.train_period": 64.0, "elastic.automatic": "on", "elastic.settle_s": 1.0, "balance": "off"}
-    run, _ = operated(env_steps=200_000, **slow)
+def test_actors_are_added_by_themselves_where_they_hold_the_learner_up(
+    operated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eight = [Machine("here", "here", cores=8.0)]
+    monkeypatch.setattr(ProcessPlacement, "machines", lambda placement: eight)
+    monkeypatch.setattr(ProcessPlacement, "home", lambda placement, name: "here")
+    acting = {"learner.train_period": 1024.0, "network.hidden": [512, 512]}
+    run, _ = operated(env_steps=300_000, **acting, **{"elastic.automatic": "on", "elastic.settle_s": 1.0})
     added = [event for event in events_of(run.dir, "elastic") if event["what"] == "actors"]
+    assert added
     assert all(event["after"] == event["before"] + 1 and "the learner waits" in event["text"] for event in added)

@@ -17,7 +17,7 @@ from qfleet.runtime import checkpoint
 from qfleet.runtime.captured import Captured
 from qfleet.runtime.channels import edge_stem
 from qfleet.runtime.graph import Graph, Node, ends, open_handles
-from qfleet.runtime.reviving import KILL_S, STOP_S, Revival, RevivingPlacement, join_all
+from qfleet.runtime.reviving import Revival, RevivingPlacement, end_all
 from qfleet.runtime.streams import desert, hold
 from qfleet.runtime.supervisor import Member, starting
 from qfleet.runtime.worker import Answer, OpenEnds
@@ -113,7 +113,7 @@ class ComingsPlacement(RevivingPlacement):
             if not self._at_rest(kind, rest):
                 return False
             self._ask("part", self._members(kind))
-            self._end_group(kind)
+            end_all([self._lives.pop(member.name) for member in self._members(kind)])
             self._form(kind, size)
         finally:
             for stem in held:
@@ -237,17 +237,6 @@ class ComingsPlacement(RevivingPlacement):
             if all(isinstance(answer.status, Idle) for answer in answers):
                 return all(isinstance(answer.status, Idle) and answer.status.reason == rest for answer in answers)
         return False
-
-    def _end_group(self, kind: str) -> None:
-        lives = [self._lives.pop(member.name) for member in self._members(kind)]
-        for life in lives:
-            life.stop()
-        join_all(lives, STOP_S)
-        for life in lives:
-            life.kill()
-        join_all(lives, KILL_S)
-        for life in lives:
-            life.release()
 
     def _form(self, kind: str, size: int) -> None:
         """Begin the first so many of a kind as a group, all with the same number of lives behind them."""

@@ -265,20 +265,22 @@ class RevivingPlacement(SupervisedPlacement):
         self._ends.restore(directory, "caller")
 
     def _end_lives(self) -> None:
-        """Have every role close, and kill what does not end by itself."""
-        lives = self._lives.values()
-        for life in lives:
-            life.stop()
-        join_all(lives, STOP_S)
-        for life in lives:
-            life.kill()
-        join_all(lives, KILL_S)
-        for life in lives:
-            life.release()
+        end_all(self._lives.values())
 
 
-def join_all(lives: Collection[Life], patience_s: float) -> None:
-    """Wait for all of these to end, at most so long."""
+def end_all(lives: Collection[Life]) -> None:
+    """Have roles close, and kill those that do not end by themselves."""
+    for life in lives:
+        life.stop()
+    _join(lives, STOP_S)
+    for life in lives:
+        life.kill()
+    _join(lives, KILL_S)
+    for life in lives:
+        life.release()
+
+
+def _join(lives: Collection[Life], patience_s: float) -> None:
     until = time.monotonic() + patience_s
     for life in lives:
         life.join(until)

@@ -52,6 +52,9 @@ PRESETS = {"fast": "atari-fast:", "dopamine": "atari:"}
 RECIPES: dict[str, dict[str, Any]] = {
     "fast": {},
     "dopamine": {
+        "network.padding": "same",
+        "optim.max_grad_norm": None,
+        "accel.precision": "tf32",
         "learner.updates_per_draw": 16,
         "env_steps": 2_500_000,
         "evaluation.every": 500_000,

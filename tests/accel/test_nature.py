@@ -162,6 +162,7 @@ def test_regression_equals_automatic_differentiation(weighted: bool, device: tor
         (NatureConfig(dense=100), ReplayAgent(), False),
         (NatureConfig(dense=0), ReplayAgent(), False),
         (NatureConfig(layer_norm=True), ReplayAgent(), False),
+        (NatureConfig(padding="same"), ReplayAgent(), False),
         (NatureConfig(dropout=0.1), ReplayAgent(), False),
         (NatureConfig(spectral_norm=True), ReplayAgent(), False),
         (NatureConfig(activation="silu"), ReplayAgent(), False),

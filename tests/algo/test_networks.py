@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from algo_cases import GRID, MIXED, PIXELS, STATES, VECTOR, leaves
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import nn
 
@@ -103,6 +107,7 @@ def test_shapes_and_gradients(config, spec, custom, head, entries, noisy, duelin
     ("config", "features"),
     [
         (NatureConfig(), 3136),
+        (NatureConfig(padding="same"), 64 * 11 * 11),
         (ImpalaConfig(), 32 * 11 * 11),
         (ImpalaConfig(width=2, pool=6, spectral_norm=True, dense=512), 64 * 36),
     ],
@@ -117,6 +122,27 @@ def test_nature_network_has_the_published_size():
     network = build_network(NatureConfig(), ReplayAgent(), PIXELS, 0)
     # 8x8x4x32+32, 4x4x32x64+64, 3x3x64x64+64, 3136x512+512, 512x6+6
     assert len(parameters(network)) == 8224 + 32832 + 36928 + 1606144 + 3078
+
+
+@given(height=st.integers(1, 90), width=st.integers(1, 90))
+def test_padded_convolutions_keep_one_position_of_every_stride(height, width):
+    """8 pixels become one: the strides are 4, 2 and 1."""
+    spec = EnvSpec(name="any", observations={PLAIN: LeafSpec(shape=(1, height, width), dtype="uint8")}, actions=2)
+    network = build_network(NatureConfig(padding="same", dense=0), ReplayAgent(), spec, 0)
+    assert network.torso.features == 64 * math.ceil(math.ceil(height / 4) / 2) * math.ceil(math.ceil(width / 4) / 2)
+
+
+def test_padding_is_tensorflows_for_the_image_turned_round():
+    """Convolve by hand with the rows that TensorFlow's "SAME" adds: 2 and 2, 1 and 2, 1 and 1 for 84 pixels."""
+    network = build_network(NatureConfig(padding="same"), ReplayAgent(), PIXELS, 0)
+    convs = [module for module in network.modules() if isinstance(module, nn.Conv2d)]
+    image = torch.rand(2, 4, 84, 84, generator=torch.Generator().manual_seed(0))
+    ours, turned = image, image.flip(2, 3)
+    for conv, (before, after) in zip(convs, ((2, 2), (1, 2), (1, 1)), strict=True):
+        ours = conv(ours).relu()
+        edges = nn.functional.pad(turned, (before, after, before, after))
+        turned = nn.functional.conv2d(edges, conv.weight.flip(2, 3), conv.bias, conv.stride).relu()
+    torch.testing.assert_close(ours, turned.flip(2, 3))
 
 
 def test_glorots_beginning_fills_its_bounds_and_leaves_nothing_in_the_biases():

@@ -44,7 +44,10 @@ _UNITS = 128
 
 
 def supports(network: QNetwork, agent: DeepAgent) -> bool:
-    """Return whether this file can do the network's work: `NatureConfig` on one stack of byte frames, plain values."""
+    """Return whether this file can do the network's work: `NatureConfig` on one stack of byte frames, plain values.
+
+    Its convolutions must stay inside the image.
+    """
     if agent.dueling or (isinstance(agent, ReplayAgent) and (agent.noisy or agent.munchausen is not None)):
         return False
     if [type(layer) for layer in layers_of(network)] != _KINDS:
@@ -53,7 +56,8 @@ def supports(network: QNetwork, agent: DeepAgent) -> bool:
     stage, shapes = network.torso.inputs.stages[0], network.torso.inputs.shapes
     convs, dense, _ = parts_of(network)
     stacked = list(shapes) == [PLAIN] and len(shapes[PLAIN]) == 3 and shapes[PLAIN][0] == convs[0].in_channels
-    return stacked and isinstance(stage, inputs._Pixels) and dense.out_features % _UNITS == 0
+    inside = all(conv.padding == (0, 0) for conv in convs)
+    return stacked and inside and isinstance(stage, inputs._Pixels) and dense.out_features % _UNITS == 0
 
 
 class NatureGradient:

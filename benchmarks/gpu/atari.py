@@ -6,8 +6,8 @@
 `--beside` plays so many games with ale-py's vector alone, on all cores and with random actions, in turns with training,
 whose processes are stopped meanwhile: machines that others use too change their pace from minute to minute. Training's
 share is the median of what each of its stretches made of the two raw ones around it. The recipe `fast` is the preset
-`atari-fast`; `dopamine` is `atari`, the DQN that Dopamine publishes curves of, for 10M frames. `train_return` is the
-mean of the training episodes that ended last.
+`atari-fast`; `dopamine` is `atari` with padded convolutions, the DQN that Dopamine publishes curves of, for 10M frames.
+`train_return` is the mean of the training episodes that ended last.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ MACHINE: dict[str, Any] = {
     "inference.deadline_ms": 0.5,
     "replay.storage.kind": "ram",
     "checkpoint.every": 100_000_000,
+    "checkpoint.every_s": 1e6,
     "evaluation": {"every": 250_000, "episodes": 10, "envs": 10, "test_episodes": 10, "in_a_row": 1, "epsilon": 0.001},
 }
 TRAINED_S, RAW_S = 6.0, 2.0
@@ -53,7 +54,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "fast": {},
     "dopamine": {
         "network.padding": "same",
-        "optim.max_grad_norm": None,
         "accel.precision": "tf32",
         "learner.updates_per_draw": 16,
         "env_steps": 2_500_000,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from qfleet.parallel.compression.blocks import Int8Codec, SignCodec
+from qfleet.parallel.compression.blocks import Int8Codec
 from qfleet.parallel.compression.codec import Codec
 from qfleet.parallel.compression.config import (
     Bf16Config,
@@ -21,6 +21,7 @@ from qfleet.parallel.compression.config import (
 from qfleet.parallel.compression.feedback import Compressor, ErrorFeedback, MomentumCorrection
 from qfleet.parallel.compression.floats import HalfCodec, PlainCodec
 from qfleet.parallel.compression.powersgd import Matrix, PowerSgdCodec
+from qfleet.parallel.compression.signs import SignCodec
 from qfleet.parallel.compression.topk import TopKCodec
 
 
@@ -37,7 +38,7 @@ def make_codec(config: CompressionConfig, size: int, layers: Sequence[Matrix], g
         case Int8Config():
             return Int8Codec(size, device, generator)
         case SignConfig():
-            return SignCodec(size, device)
+            return SignCodec(layers, size, device)
         case TopKConfig():
             return TopKCodec(config, size, device)
         case PowerSgdConfig():

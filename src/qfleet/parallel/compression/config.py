@@ -38,7 +38,7 @@ class Int8Config(Config):
 
 
 class SignConfig(Config):
-    """The sign of each value and the mean size of each block: 31 times fewer bytes."""
+    """The sign of each value, and sizes for the rows and columns of each layer: 31 times fewer bytes."""
 
     kind: Literal["sign"] = "sign"
     """Selects this form."""

@@ -45,7 +45,9 @@ class SignCodec(Codec):
         ends = zip([0, *(m.stop for m in large)], [*(m.start for m in large), size], strict=True)
         self._rest = [(start, stop) for start, stop in ends if stop > start]
         self._rest_size = sum(stop - start for start, stop in self._rest)
-        self._padded = torch.zeros(-(-size // 8) * 8, dtype=torch.bool, device=device)
+        self._positive = torch.zeros(-(-size // 8) * 8, dtype=torch.bool, device=device)
+        self._signs_room = torch.zeros(-(-size // 8), 8, device=device)
+        self._sizes_room = torch.zeros(size, device=device)
         bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
         self._signs = bits.float() * 2 - 1
         levels = torch.tensor([0.0] + [2.0 ** ((level - 255) / _STEPS) for level in range(1, 256)])
@@ -53,7 +55,7 @@ class SignCodec(Codec):
 
     def encode(self, vector: Tensor) -> Payload:
         """Return scales of the matrices and of the rest, factors of one byte, and signs [P / 8], eight to a byte."""
-        sizes = vector.abs()
+        sizes = torch.abs(vector, out=self._sizes_room)
         scales, factors = [], []
         for layer in self._factored:
             rows, columns = (self._nearest(means) for means in layer.means(sizes))
@@ -63,19 +65,20 @@ class SignCodec(Codec):
             means = _shared_means(torch.cat([sizes[start:stop] for start, stop in self._rest]), STRETCH)
             scales.append(means.amax())
             factors.append(self._nearest(means))
-        torch.ge(vector, 0, out=self._padded[: self._size])
-        packed = ((self._padded.view(torch.int64) * _GATHER_BITS) >> 56).to(torch.uint8)
-        return [torch.stack(scales), torch.cat(factors), packed] if scales else [sizes, packed, packed]
+        torch.ge(vector, 0, out=self._positive[: self._size])
+        packed = ((self._positive.view(torch.int64) * _GATHER_BITS) >> 56).to(torch.uint8)
+        return [torch.stack(scales), torch.cat(factors), packed] if scales else [sizes.clone(), packed, packed]
 
     def add(self, payload: Payload, out: Tensor, alpha: float = 1.0) -> None:
         """Add the signs times their sizes to a vector [P]."""
         scales, factors, packed = payload
-        signs = self._signs.index_select(0, packed.int()).view(-1)[: self._size]
-        out.addcmul_(signs, self._sizes(scales, self._levels.index_select(0, factors.int())), value=alpha)
+        torch.index_select(self._signs, 0, packed.int(), out=self._signs_room)
+        sizes = self._sizes(scales, self._levels.index_select(0, factors.int()))
+        out.addcmul_(self._signs_room.view(-1)[: self._size], sizes, value=alpha)
 
     def _sizes(self, scales: Tensor, factors: Tensor) -> Tensor:
         """Return the size of each value [P], from the payload's scales and factors."""
-        sizes, place = torch.empty(self._size, device=scales.device), 0
+        sizes, place = self._sizes_room, 0
         for layer, scale in zip(self._factored, scales, strict=False):
             rows = factors[place : (place := place + layer.row_factors)]
             columns = factors[place : (place := place + layer.column_factors)]

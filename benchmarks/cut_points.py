@@ -2,10 +2,10 @@
 
     python benchmarks/cut_points.py [--points 300] [--results FILE]
 
-Three algorithms, three environments, inline and in processes in lock-step; on Ray lock-step is refused, so that there
-is nothing to compare there. Half of the cuts are asked for, and leave a checkpoint of that very step; the others are
-kills of the whole run, which goes on from the last checkpoint before. Each point is what its number says. Points that
-the file of results has are not run again, so that a series that was cut goes on; prints a table of all.
+Three algorithms, three environments; inline, and in processes and on Ray in lock-step. Half of the cuts are asked for,
+and leave a checkpoint of that very step; the others are kills of the whole run, which goes on from the last checkpoint
+before. Each point is what its number says. Points that the file of results has are not run again, so that a series that
+was cut goes on; prints a table of all.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from qfleet import api
 from qfleet.control.monitor import Callbacks
 from qfleet.core.errors import QfleetError
 from qfleet.experiment import Experiment
+from qfleet.runtime.ray_cluster import start_local
 
 ALGORITHMS, ENVIRONMENTS, PLACEMENTS = (
     ("rainbow", "r2d2", "pqn"),
@@ -41,6 +42,7 @@ ALGORITHMS, ENVIRONMENTS, PLACEMENTS = (
     (
         {"placement": "inline"},
         {"placement": "processes", "lockstep": True},
+        {"placement": "ray", "lockstep": True},
     ),
 )
 STEPS, EVERY = 400, 130
@@ -65,11 +67,11 @@ class Point:
 
     @property
     def placement(self) -> dict[str, Any]:
-        return PLACEMENTS[self.number // 9 % 2]
+        return PLACEMENTS[self.number // 9 % 3]
 
     @property
     def killed(self) -> bool:
-        return self.number // 18 % 2 == 1
+        return self.number // 27 % 2 == 1
 
     @property
     def step(self) -> int:
@@ -172,6 +174,7 @@ def main() -> None:
     if options.kill is not None:
         kill_at(Point(options.kill), options.run_dir)
         return
+    start_local()  # once for all runs here; a run that is killed has one of its own
     known = {found["number"] for found in read(options.results)}
     for number in (number for number in range(options.points) if number not in known):
         found = tried(Point(number))

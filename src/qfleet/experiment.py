@@ -90,8 +90,8 @@ class Experiment(Config):
     spare_actors: int = Field(0, ge=0, le=10_000)
     """Further actors that sleep until the balancer wakes them; each costs a process and its environments' memory."""
     lockstep: bool = False
-    """Let the roles of placement 'processes' step one at a time, in inline's order: slow, and with inline's numbers to
-    the byte. Inline is always in lock-step."""
+    """Let the roles of placement 'processes' or 'ray' step one at a time, in inline's order: slow, and with inline's
+    numbers to the byte; all of them are on one machine then. Inline is always in lock-step."""
     strict: bool = False
     """Inline only: send every message through the serialiser, so that shared memory by mistake shows."""
     env: EnvConfig
@@ -208,8 +208,6 @@ class Experiment(Config):
              f"strict is for placement 'inline': '{self.placement}' sends every message through the serialiser anyway"),
             (self.address is not None and self.placement != "ray",
              f"address needs placement 'ray', not '{self.placement}'"),
-            (ordered and self.placement != "processes",
-             f"lockstep is for placement 'processes', not '{self.placement}'"),
             (ordered and self.ranks > 1,
              f"lockstep needs one learner, not {self.ranks}: the ranks of a group step together"),
             (ordered and servers > 0,

@@ -89,6 +89,23 @@ def test_lockstep_has_inlines_states_and_its_metrics_in_every_round(algo, tmp_pa
     assert lockstep == inline
 
 
+@pytest.mark.parametrize("algo", ["dqn", *(pytest.param(algo, marks=SLOW) for algo in CASES if algo != "dqn")])
+def test_lockstep_on_ray_has_inlines_states_and_its_metrics_in_every_round(algo, tmp_path, ray_session):
+    inline, seen_inline = trained(tiny(algo), tmp_path / "inline")
+    on_ray, seen_on_ray = trained(tiny(algo, placement="ray", lockstep=True), tmp_path / "ray")
+    assert seen_on_ray.metrics_seen == seen_inline.metrics_seen
+    assert in_order(seen_on_ray.events_seen) == in_order(seen_inline.events_seen)
+    assert on_ray == inline
+
+
+@pytest.mark.slow
+def test_cut_and_resumed_on_ray_equals_inline_never_cut(tmp_path, ray_session):
+    uncut = api.train(tiny("dqn", actors=2), seed=5, run_dir=tmp_path / "uncut")
+    cut = tiny("dqn", actors=2, placement="ray", lockstep=True)
+    api.train(cut, seed=5, run_dir=tmp_path / "cut", callbacks=stop_at(167))
+    assert states(api.resume(tmp_path / "cut")) == states(uncut)
+
+
 def test_cut_and_resumed_in_lockstep_equals_inline_never_cut(tmp_path):
     changes = {"actors": 2, "actor.envs": 4}
     uncut = api.train(tiny("dqn", **changes), seed=5, run_dir=tmp_path / "uncut")
@@ -119,7 +136,6 @@ def test_a_death_in_lockstep_is_survived_and_said_to_change_the_numbers(role, tm
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"placement": "ray"}, "lockstep is for placement 'processes', not 'ray'"),
         ({"inference.kind": "served"}, "lockstep needs inference.kind 'local'"),
         ({"actor.groups": 2}, "lockstep needs actor.groups 1, not 2"),
         ({"learners": 2}, "lockstep needs one learner, not 2"),

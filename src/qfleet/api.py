@@ -164,6 +164,7 @@ def resume(
     run_dir: str | Path,
     *,
     env_steps: int | None = None,
+    placement: str | None = None,
     env: Factory | None = None,
     network: Callable[..., Any] | None = None,
     callbacks: Callbacks | None = None,
@@ -171,18 +172,16 @@ def resume(
 ) -> Run:
     """Go on with a run from its newest good checkpoint, to its budget or to a new one of `env_steps`.
 
-    A run that ended before its first checkpoint begins anew. One that reached its target is tested once more; with a
-    new budget it goes on.
+    With another `placement` the same roles go on there. A run that ended before its first checkpoint begins anew. One
+    that reached its target is tested once more; with a new budget it goes on.
     """
     run = RunDir.existing(_directory(run_dir))
     experiment = Experiment.from_yaml(run.config)  # before the run is taken over from anybody
     with run:
         found = checkpoint.newest_good(run.checkpoints) if checkpoint.complete(run.checkpoints) else None
-        if env_steps is not None:
-            reached = found.manifest["env_steps"] if found is not None else 0
-            experiment = with_changes(experiment, {"env_steps": env_steps})
-            if experiment.env_steps < reached:
-                raise ConfigError(f"env_steps {env_steps} is less than the {reached} that {run.path} has behind it")
+        asked = {"env_steps": env_steps, "placement": placement}
+        if changes := {name: value for name, value in asked.items() if value is not None}:
+            experiment = _changed(experiment, changes, run, found)
             run.write(run.config, experiment.to_yaml())
         if found is not None:
             checkpoint.set_aside(found, run.epoch)
@@ -190,6 +189,24 @@ def resume(
         code, extended = UserCode(network, env), env_steps is not None
         session = Session(experiment, code, run, callbacks or Callbacks(), sinks, extended)
         return Run(run.path, session.carry_out(found))
+
+
+def _changed(
+    experiment: Experiment, changes: dict[str, Any], run: RunDir, found: checkpoint.Found | None
+) -> Experiment:
+    """Return the settings with which a run is to go on; refuses those that its checkpoint does not fit."""
+    changed = with_changes(experiment, changes)
+    if found is None:
+        return changed
+    if "env_steps" in changes and changed.env_steps < (reached := found.manifest["env_steps"]):
+        raise ConfigError(f"env_steps {changed.env_steps} is less than the {reached} that {run.path} has behind it")
+    if changed.fused != experiment.fused:
+        what = "one fused loop" if experiment.fused else "a pipeline of roles"
+        raise ConfigError(
+            f"the run in {run.path} is {what}, which placement '{changed.placement}' would arrange anew:"
+            " train with --topology pipeline what is to change its placement"
+        )
+    return changed
 
 
 def load(directory: str | Path, network: Callable[..., Any] | None = None) -> Policy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -14,7 +15,7 @@ from qfleet.cli.helptext import help_page
 from qfleet.cli.settings import settings_of
 from qfleet.core.config import Config
 
-USAGE = "qfleet resume RUN_DIR [--env-steps N] [--quiet]"
+USAGE = "qfleet resume RUN_DIR [--env-steps N] [--placement P] [--quiet]"
 
 
 class ResumeOptions(Config):
@@ -24,6 +25,8 @@ class ResumeOptions(Config):
     """The directory of the run."""
     env_steps: int | None = Field(None, gt=0)
     """Go on to this many steps in all, instead of the run's own budget."""
+    placement: Literal["inline", "processes", "ray"] | None = None
+    """Go on with the same roles in this placement, instead of the run's own."""
     quiet: bool = False
     """Show neither progress nor result."""
 
@@ -42,7 +45,12 @@ def run(words: Sequence[str]) -> int:
 
     before = _steps_at_its_end(given.run_dir)
     with crash_file_in(given.run_dir):
-        finished = api.resume(given.run_dir, env_steps=given.env_steps, sinks=[make_console_sink(given.quiet)])
+        finished = api.resume(
+            given.run_dir,
+            env_steps=given.env_steps,
+            placement=given.placement,
+            sinks=[make_console_sink(given.quiet)],
+        )
     show_run(finished.summary, finished.dir, given.quiet)
     if not given.quiet and before is not None and finished.summary["env_steps"] == before:
         print(f"nothing was left to do; to train further: qfleet resume {finished.dir} --env-steps {2 * before}")

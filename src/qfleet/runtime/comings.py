@@ -13,7 +13,7 @@ from typing import Unpack
 
 from qfleet.core.protocols import Machine, Report
 from qfleet.core.role import Idle
-from qfleet.runtime import checkpoint
+from qfleet.runtime import checkpoint, edgestates
 from qfleet.runtime.captured import Captured
 from qfleet.runtime.channels import edge_stem
 from qfleet.runtime.graph import Graph, Node, ends, open_handles
@@ -277,7 +277,7 @@ class ComingsPlacement(RevivingPlacement):
         if (directory / f"{_AWAY}.msgpack").exists():  # older checkpoints have none
             self._former_lives = int(checkpoint.read_state(directory, _AWAY)["lives"])
         for name in self._away:
-            if (directory / f"{name}.ends.msgpack").exists():
+            if (directory / f"{name}{edgestates.OWN}.msgpack").exists():
                 own = OpenEnds(self._ports[name].open)
                 open_handles(self._nodes[name].handles, own.open)
                 own.restore(directory, name)

@@ -13,7 +13,7 @@ from qfleet.core.errors import CheckpointError
 from qfleet.core.protocols import Incident, Report
 from qfleet.core.role import State
 from qfleet.core.types import Notice
-from qfleet.runtime import checkpoint
+from qfleet.runtime import checkpoint, edgestates
 from qfleet.runtime.captured import Captured
 from qfleet.runtime.graph import End, Graph
 from qfleet.runtime.host import Host, build
@@ -191,7 +191,7 @@ class InlinePlacement:
         """Take the state of every role, and of the edges between them, for a directory."""
         hosted_all = self._host.hosted
         states = [Captured(directory, hosted.node.name, hosted.role.state_dict()) for hosted in hosted_all]
-        return OwnWriting([*states, Captured(directory, "edges", self._edge_states())])
+        return OwnWriting([*states, Captured(directory, edgestates.WHOLE, self._edge_states())])
 
     def _edge_states(self) -> State:
         edges: State = {}
@@ -206,8 +206,8 @@ class InlinePlacement:
         return {"edges": edges, "seen": seen}
 
     def restore(self, directory: Path) -> None:
-        """Continue from what `save` wrote for the same graph; roles close their streams anew."""
-        saved = checkpoint.read_state(directory, "edges")
+        """Continue from what any placement wrote for the same graph; roles close their streams anew."""
+        saved = edgestates.of_all(directory)
         for name, edge in self._edges.items():
             if name not in saved["edges"]:
                 if name in self._optional:
@@ -220,8 +220,8 @@ class InlinePlacement:
                 edge.value, edge.stamp = content["value"], content["stamp"]
             else:
                 edge.load(content)
-        for name, seen in saved["seen"].items():
-            self._subscribers[name].seen = seen
+        for name, subscriber in self._subscribers.items():
+            subscriber.seen = saved["seen"].get(name, 0)
         for hosted in self._host.hosted:
             hosted.role.load_state_dict(checkpoint.read_state(directory, hosted.node.name))
 

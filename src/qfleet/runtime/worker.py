@@ -18,7 +18,7 @@ import torch
 from qfleet.core.errors import CheckpointError, QfleetError, RoleFailure
 from qfleet.core.protocols import Report
 from qfleet.core.role import WORKED, Idle, Role, Status
-from qfleet.runtime import checkpoint
+from qfleet.runtime import checkpoint, edgestates
 from qfleet.runtime.captured import Captured
 from qfleet.runtime.graph import End, Node
 from qfleet.runtime.host import Host, Hosted, Wait, build
@@ -81,7 +81,7 @@ class OpenEnds:
         """Return the live handle of an end; the same one each time, but for keeps: no part of a checkpoint."""
         if end.side in ("keep", "kept"):
             return self._open_end(end)
-        key = f"{end.edge}/{end.side}/{end.reader}"
+        key = edgestates.end_key(end.edge, end.side, end.reader)
         if key not in self._opened:
             self._opened[key] = self._open_end(end)
             if end.optional:
@@ -104,11 +104,12 @@ class OpenEnds:
 
     def capture(self, directory: Path, owner: str) -> Captured:
         """Take the state of all ends; everything is paused, so that both ends of an edge agree."""
-        return Captured(directory, f"{owner}.ends", {key: end.state() for key, end in self._opened.items()})
+        own = f"{owner}{edgestates.OWN}"
+        return Captured(directory, own, {key: end.state() for key, end in self._opened.items()})
 
     def restore(self, directory: Path, owner: str) -> None:
-        """Continue from what `capture` took."""
-        saved = checkpoint.read_state(directory, f"{owner}.ends")
+        """Continue from what `capture` took, or from what another placement wrote."""
+        saved = edgestates.of_owner(directory, owner, list(self._opened))
         for key, end in self._opened.items():
             if key not in saved:
                 if key in self._optional:

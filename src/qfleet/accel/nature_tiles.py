@@ -102,8 +102,11 @@ def for_float32(tile: Tile) -> Tile:
 
 
 def parts_of_sums(wanted: int, pixels: int) -> int:
-    """Return the number nearest to `wanted`, by their ratio, that divides the pixels of the dense layer's input."""
+    """Return the number nearest to `wanted`, by their ratio, that divides the pixels of the dense layer's input.
+
+    It is at most twice `wanted`: a program of the last layer has an image's parts in its memory all at once.
+    """
     return min(
-        (parts for parts in range(1, pixels + 1) if pixels % parts == 0),
+        (parts for parts in range(1, 2 * wanted + 1) if pixels % parts == 0),
         key=lambda parts: max(parts, wanted) / min(parts, wanted),
     )

@@ -1,6 +1,7 @@
 """Times forward and backward of Double DQN with the Nature network on a GPU, and finds the best block sizes.
 
     PYTHONPATH=src python benchmarks/gpu/nature_update.py [--batches 32 256 1024] [--no-tuning] [--no-baseline]
+        [--padding same] [--precision tf32]
 
 For each batch size: relative errors of the gradients against eager float32 (those of bfloat16 autocast beside them),
 the time of every launch with every candidate (one that fails is printed and left out), the best table, ready for
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -25,7 +26,8 @@ from torch import Tensor
 from qfleet.accel import nature
 from qfleet.accel.kernels.conv import Tile
 from qfleet.accel.nature import NatureGradient
-from qfleet.accel.nature_tiles import NatureTiles, tiles_for
+from qfleet.accel.nature_tiles import NatureTiles, for_float32, tiles_for
+from qfleet.accel.precision import Precision, autocast, set_matrix_format
 from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.gradients import EagerGradient
@@ -48,14 +50,26 @@ WRAPPERS = (
 BASELINE_SECONDS = 35
 """A compilation by torch.compile takes about as long; none is begun with less time left."""
 Change = dict[str, Any]
-Job = tuple[int, str, Change]
 Work = Callable[[], Any]
 
 
-def make_networks() -> list[QNetwork]:
-    leaf = LeafSpec(shape=(4, 84, 84), dtype="uint8", stack=4)
-    spec = EnvSpec(name="frames", observations={PLAIN: leaf}, actions=ACTIONS)
-    return [build_network(NatureConfig(), AGENT, spec, seed).cuda() for seed in (1, 2)]
+@dataclass(frozen=True)
+class Kind:
+    """Which network is timed, in which format."""
+
+    padding: Literal["valid", "same"]
+    precision: Precision
+
+    def networks(self) -> list[QNetwork]:
+        leaf = LeafSpec(shape=(4, 84, 84), dtype="uint8", stack=4)
+        spec = EnvSpec(name="frames", observations={PLAIN: leaf}, actions=ACTIONS)
+        return [build_network(NatureConfig(padding=self.padding), AGENT, spec, seed).cuda() for seed in (1, 2)]
+
+    def tiles(self, size: int) -> NatureTiles:
+        return tiles_for(size, torch.bfloat16 if self.precision == "bf16" else torch.float32)
+
+
+Job = tuple[Kind, int, str, Change]
 
 
 def make_batch(size: int, channels_last: bool = False) -> TensorBatch:
@@ -80,22 +94,24 @@ def make_batch(size: int, channels_last: bool = False) -> TensorBatch:
 class Setup:
     """Two networks in flat memory, and the same batch in both layouts."""
 
+    kind: Kind
     networks: list[QNetwork]
     flats: list[FlatParameters]
     planes: TensorBatch
     last: TensorBatch
 
     @classmethod
-    def make(cls, size: int) -> Setup:
-        networks = make_networks()
+    def make(cls, kind: Kind, size: int) -> Setup:
+        networks = kind.networks()
         flats = [FlatParameters(network) for network in networks]
-        return cls(networks, flats, make_batch(size), make_batch(size, channels_last=True))
+        return cls(kind, networks, flats, make_batch(size), make_batch(size, channels_last=True))
 
     def gradient(
-        self, tiles: NatureTiles, last: bool = False, dtype: torch.dtype = torch.bfloat16, streams: int = 2
+        self, tiles: NatureTiles, last: bool = False, precision: Precision | None = None, streams: int = 2
     ) -> Work:
         """Return a whole update but for sampling and optimiser."""
-        fast = NatureGradient(AGENT, self.flats[0], *self.networks, dtype, last, tiles)
+        used = precision or self.kind.precision
+        fast = NatureGradient(AGENT, self.flats[0], *self.networks, used, last, tiles)
         if streams == 1:
             fast._side = None
         return lambda: fast.replay(self.last if last else self.planes)
@@ -142,8 +158,20 @@ def microseconds(work: Work, repeats: int = 10, replays: int = 9) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def candidates(size: int) -> dict[str, list[Change]]:
+def candidates(kind: Kind, size: int) -> dict[str, list[Change]]:
     """Return what to try for each launch; shapes that do not fit the layer fail and are left out."""
+    tried = bfloat16_candidates(size)
+    if kind.precision == "bf16":
+        return tried
+    return {name: [{**change, **widened(change)} for change in changes] for name, changes in tried.items()}
+
+
+def widened(change: Change) -> Change:
+    """Return the blocks among a change, for float32."""
+    return {name: for_float32(tile) for name, tile in change.items() if isinstance(tile, Tile)}
+
+
+def bfloat16_candidates(size: int) -> dict[str, list[Change]]:
 
     def tiles(
         name: str, rows: Iterable[int], columns: Iterable[int], depths: Iterable[int], stages: Iterable[int]
@@ -192,21 +220,26 @@ def compile_some(jobs: list[Job]) -> int:
     """Compile candidates into Triton's cache on disk; return how many could be."""
     done = 0
     setups: dict[int, Setup] = {}
-    for size, name, change in jobs:
+    for kind, size, name, change in jobs:
         try:
-            setup = setups.get(size) or Setup.make(size)
+            setup = setups.get(size) or Setup.make(kind, size)
             setups[size] = setup
-            recorded(setup.gradient(replace(tiles_for(size), **change)))[name]()
+            recorded(setup.gradient(replace(kind.tiles(size), **change)))[name]()
             done += 1
         except Exception:  # the process that times it will say what is wrong
             continue
     return done
 
 
-def compile_all(sizes: list[int], workers: int) -> None:
+def compile_all(kind: Kind, sizes: list[int], workers: int) -> None:
     """Compile all candidates at once, in processes of their own."""
     begin = time.monotonic()
-    jobs = [(size, name, change) for size in sizes for name, found in candidates(size).items() for change in found]
+    jobs = [
+        (kind, size, name, change)
+        for size in sizes
+        for name, found in candidates(kind, size).items()
+        for change in found
+    ]
     shares = [jobs[number::workers] for number in range(workers)]
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         done = sum(pool.map(compile_some, shares))
@@ -215,8 +248,8 @@ def compile_all(sizes: list[int], workers: int) -> None:
 
 def tune(setup: Setup, size: int, stop_at: float) -> NatureTiles:
     """Print the times of the best candidates of each launch; return the best."""
-    best = tiles_for(size)
-    for name, changes in candidates(size).items():
+    best = setup.kind.tiles(size)
+    for name, changes in candidates(setup.kind, size).items():
         times: list[tuple[float, Change]] = []
         for change in [{}, *changes]:
             if time.monotonic() > stop_at:
@@ -243,15 +276,15 @@ def print_errors(setup: Setup, tiles: NatureTiles) -> None:
     eager.replay(setup.planes)
     exact = flat.gradients.clone()
 
-    def autocast() -> None:
-        with torch.autocast("cuda", torch.bfloat16):
+    def rounded() -> None:
+        with autocast("bf16", torch.device("cuda")):
             eager.replay(setup.planes)
 
     works = {
-        "float32 kernels": setup.gradient(tiles_for(32), dtype=torch.float32),
-        "bfloat16 kernels": setup.gradient(tiles),
+        "fp32 kernels": setup.gradient(tiles_for(32, torch.float32), precision="fp32"),
+        f"{setup.kind.precision} kernels": setup.gradient(tiles),
         "channels last": setup.gradient(tiles, last=True),
-        "bfloat16 autocast": autocast,
+        "bf16 autocast": rounded,
     }
     print("  relative errors of the gradients:")
     for label, work in works.items():
@@ -279,13 +312,14 @@ def print_whole(label: str, work: Work, size: int) -> None:
     print(f"  {label:28s} {us:8.1f} us  {1e6 / us:8.0f} updates/s  {size / us:6.2f} M transitions/s", flush=True)
 
 
-def baseline(size: int) -> Work:
-    """Return the same work by torch.compile: channels-last bfloat16 autograd."""
-    online, target = (network.to(memory_format=torch.channels_last) for network in make_networks())
+def baseline(kind: Kind, size: int) -> Work:
+    """Return the same work by torch.compile: channels-last autograd in the same format."""
+    online, target = (network.to(memory_format=torch.channels_last) for network in kind.networks())
     batch = make_batch(size)
+    set_matrix_format(kind.precision)
 
     def loss() -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
+        with autocast(kind.precision, torch.device("cuda")):
             found = compute_loss(AGENT, online, target, batch)
         return torch.dot(found.per_sample.float(), batch.weight) / batch.size
 
@@ -308,9 +342,9 @@ def attempt(what: str, work: Work) -> Any:
         return None
 
 
-def study(size: int, tuning: bool, stop_at: float) -> None:
+def study(kind: Kind, size: int, tuning: bool, stop_at: float) -> None:
     """Print everything about one batch size but the baseline."""
-    setup, tiles = Setup.make(size), tiles_for(size)
+    setup, tiles = Setup.make(kind, size), kind.tiles(size)
     print(f"batch {size}", flush=True)
     attempt("the comparison", lambda: print_errors(setup, tiles))
     attempt("the whole", lambda: print_whole("as shipped", setup.gradient(tiles), size))
@@ -328,19 +362,22 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 256, 1024])
     parser.add_argument("--no-tuning", action="store_true")
     parser.add_argument("--no-baseline", action="store_true")
+    parser.add_argument("--padding", choices=["valid", "same"], default="valid")
+    parser.add_argument("--precision", choices=["bf16", "tf32"], default="bf16")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=145)
     options = parser.parse_args()
-    begin = time.monotonic()
+    begin, kind = time.monotonic(), Kind(options.padding, options.precision)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
     if not options.no_tuning:
-        attempt("compilation", lambda: compile_all(options.batches, options.workers))
+        attempt("compilation", lambda: compile_all(kind, options.batches, options.workers))
     for size in options.batches:
-        study(size, not options.no_tuning, stop_at=begin + 0.7 * options.seconds)
+        study(kind, size, not options.no_tuning, stop_at=begin + 0.7 * options.seconds)
         print(f"  [{time.monotonic() - begin:.0f} s]", flush=True)
     for size in [] if options.no_baseline else options.batches[:1] + options.batches[1:][-1:]:
         if begin + options.seconds - time.monotonic() > BASELINE_SECONDS:
-            attempt("torch.compile", lambda size=size: print_whole(f"torch.compile, {size}", baseline(size), size))
+            label = f"torch.compile, {size}"
+            attempt(label, lambda size=size, label=label: print_whole(label, baseline(kind, size), size))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+SHARED = 227 * 1024
+"""Bytes of shared memory that a program can have on an H200, which compiles more and then does not launch it."""
+
 
 def compile_for_hopper(module: str, cache: Path) -> list[str]:
-    """Return the PTX of what `every_launch` of a test module launches, from a process without the interpreter."""
+    """Return the PTX of what `every_launch` of a test module launches, from a process without the interpreter.
+
+    All of it can be launched: none needs too much shared memory.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
     command = [sys.executable, __file__, module]
@@ -45,7 +51,9 @@ def main(module: str) -> None:
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        code.append(run(self, *args, grid=grid, warmup=True, **options).asm["ptx"])
+        compiled = run(self, *args, grid=grid, warmup=True, **options)
+        assert compiled.metadata.shared <= SHARED, f"{compiled.metadata.shared} bytes for {compiled.metadata.name}"
+        code.append(compiled.asm["ptx"])
 
     driver.set_active(Hopper())
     JITFunction.run = compile_only

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from bfloat16_products import _bfloat16_products  # noqa: F401  (a fixture for every test here)
 from compile_for_hopper import compile_for_hopper
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rounded_products import _rounded_products  # noqa: F401  (a fixture for every test here)
 from torch import Tensor
 
 from qfleet.accel import small_cnn

@@ -18,7 +18,7 @@ from qfleet.accel.gradients import WrappedGradient, can_compile
 from qfleet.accel.hardware import Hardware, look, why_no_cuda
 from qfleet.accel.mlp import MlpForward, MlpGradient, compiles_loops, why_not_compiled
 from qfleet.accel.mlp import supports as is_small_mlp
-from qfleet.accel.precision import ROUNDED, LossScale, autocast, set_deterministic, set_matrix_format
+from qfleet.accel.precision import ROUNDED, LossScale, Precision, autocast, set_deterministic, set_matrix_format
 from qfleet.accel.table import Settings
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.gradients import DeepAgent, EagerGradient, Gradient, GradientFactory
@@ -142,8 +142,8 @@ def _gradient(
 ) -> GradientFactory:
     """Return what makes gradients of a network that is none of the small ones."""
     ours = hardware.kind == "cuda" and settings.kernels
-    if ours and settings.precision == "bf16" and _is_nature(network, agent):
-        return _nature_gradient
+    if ours and settings.precision in ("bf16", "tf32") and _is_nature(network, agent):
+        return partial(_nature_gradient, precision=settings.precision)
     if ours and not settings.compile and _is_kernel_loss(network, agent):
         return partial(_loss_kernel_gradient, settings=settings, scale=scale)
     if settings.compile or settings.precision != "fp32":
@@ -176,10 +176,12 @@ def _is_nature(network: QNetwork, agent: DeepAgent) -> bool:
     return supports(network, agent)
 
 
-def _nature_gradient(agent: DeepAgent, flat: FlatParameters, online: QNetwork, target: QNetwork | None) -> Gradient:
+def _nature_gradient(
+    agent: DeepAgent, flat: FlatParameters, online: QNetwork, target: QNetwork | None, precision: Precision
+) -> Gradient:
     from qfleet.accel.nature import NatureGradient
 
-    return NatureGradient(agent, flat, online, target)
+    return NatureGradient(agent, flat, online, target, precision)
 
 
 def _is_small_cnn(network: QNetwork, job: Job) -> bool:

@@ -28,12 +28,15 @@ class NatureLayout:
 
     def __init__(self, network: QNetwork, flat: FlatParameters, planes: bool) -> None:
         """Take `planes` for frames [B, C, H, W] rather than [B, H, W, C]: the first layer is packed accordingly."""
+        self.planes = planes
         convs, dense, last = parts_of(network)
         assert isinstance(network.torso, Torso)
         channels, height, width = network.torso.inputs.shapes[PLAIN]
         shapes: list[Conv] = []
-        for conv in convs:
-            shapes.append(Conv(height, width, channels, conv.out_channels, conv.kernel_size[0], conv.stride[0]))
+        paddings = [*map(padding_of, convs), (0, 0)]
+        for conv, padding, border in zip(convs, paddings, paddings[1:], strict=False):
+            sides = (conv.kernel_size[0], conv.stride[0], padding, border)
+            shapes.append(Conv(height, width, channels, conv.out_channels, *sides))
             channels, height, width = conv.out_channels, shapes[-1].out_height, shapes[-1].out_width
         self.convs = tuple(shapes)
         self.dense = Conv(1, 1, channels * height * width, dense.out_features)
@@ -46,7 +49,7 @@ class NatureLayout:
         self.regions = [*conv_sizes, *(s.outputs for s in shapes), self.actions * dense.out_features, self.actions]
         self._packed = [0, *accumulate(conv_sizes)]
         self.packed_size = self._packed[3] + dense.out_features * dense.in_features
-        self.places = self._table(planes).to(flat.parameters.device)
+        self.places = self._table().to(flat.parameters.device)
 
     @property
     def packed_places(self) -> Tensor:
@@ -75,12 +78,12 @@ class NatureLayout:
         bias = flat[self._biases[4] : self._biases[4] + self.actions]
         return Dense(self.dense_bias(flat), weight.view(self.actions, self.dense.outputs), bias)
 
-    def _table(self, planes: bool) -> Tensor:
+    def _table(self) -> Tensor:
         regions = []
         for layer, conv in enumerate(self.convs):
             entries = torch.arange(conv.outputs * conv.patch, dtype=torch.int32) + self._weights[layer]
             entries = entries.view(conv.outputs, conv.channels, conv.kernel, conv.kernel)
-            regions.append((entries if planes and layer == 0 else entries.permute(0, 2, 3, 1)).flatten())
+            regions.append((entries if self.planes and layer == 0 else entries.permute(0, 2, 3, 1)).flatten())
         starts = [*self._biases[:3], self._weights[4], self._biases[4]]
         for start, size in zip(starts, self.regions[3:], strict=True):
             regions.append(torch.arange(size, dtype=torch.int32) + start)
@@ -128,6 +131,13 @@ def layers_of(network: QNetwork) -> list[nn.Module]:
     images = list(getattr(network.torso.body, "images", []))
     streams = [*images, network.head.streams.advantage] if len(images) == 1 else []
     return [layer for stream in streams for layer in stream.children()]
+
+
+def padding_of(conv: nn.Conv2d) -> tuple[int, int]:
+    """Return the rows of zeros that a convolution sees above and below an image, and the columns on either side."""
+    assert not isinstance(conv.padding, str)
+    rows, columns = conv.padding
+    return rows, columns
 
 
 def flat_view(network: QNetwork, like: FlatParameters) -> Tensor:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from qfleet.accel.kernels.conv import Tile
 
@@ -16,7 +19,7 @@ class NatureTiles:
     conv3: Tile
     dense: Tile
     dense_splits: int
-    """At most so many parts of the dense layer's sums."""
+    """About so many parts of the dense layer's sums: see `parts_of_sums`."""
     head_together: bool
     """Whether a program of the last layer handles several images."""
     dense_input: Tile
@@ -81,6 +84,29 @@ _MIDDLE = replace(
 )
 
 
-def tiles_for(batch: int) -> NatureTiles:
-    """Return the block sizes for a batch of transitions."""
-    return _SMALL if batch <= 128 else _MIDDLE if batch <= 512 else _LARGE
+def tiles_for(batch: int, dtype: torch.dtype = torch.bfloat16) -> NatureTiles:
+    """Return the block sizes for a batch of transitions, and operands of a type."""
+    tiles = _SMALL if batch <= 128 else _MIDDLE if batch <= 512 else _LARGE
+    if dtype.itemsize == 2:
+        return tiles
+    changes: dict[str, Any] = {name: for_float32(tile) for name, tile in vars(tiles).items() if isinstance(tile, Tile)}
+    return replace(tiles, **changes)
+
+
+def for_float32(tile: Tile) -> Tile:
+    """Return the block for operands twice as wide, of half the depth: it reads ahead as many bytes as it was tuned for.
+
+    With a single stage it reads nothing ahead.
+    """
+    return tile if tile.stages == 1 else tile._replace(depth=tile.depth // 2)
+
+
+def parts_of_sums(wanted: int, pixels: int) -> int:
+    """Return the number nearest to `wanted`, by their ratio, that divides the pixels of the dense layer's input.
+
+    It is at most twice `wanted`: a program of the last layer has an image's parts in its memory all at once.
+    """
+    return min(
+        (parts for parts in range(1, 2 * wanted + 1) if pixels % parts == 0),
+        key=lambda parts: max(parts, wanted) / min(parts, wanted),
+    )

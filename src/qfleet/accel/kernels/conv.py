@@ -11,10 +11,13 @@ it lies. Three products cover a layer:
 - gradient of the weights: patches^T x upstream gradient. Rows are shared out among `splits` programs; each writes its
   own partial sums, which are added later in a fixed order: the result is the same in every run.
 
+Where a layer sees zeros beyond its image's edges, these lie around the image in memory. The layer before writes inside
+of them, and nobody writes them, so that no product has to know of edges. Gradients lie without such a border.
+
 Two networks of equal shape are evaluated by one launch: the program's number selects the weights. Weights lie as
-[N, K] in the type of the product; sums are float32.
+[N, K] in the type of the product; sums are float32. The `form` of a product says what becomes of operands in float32:
+"tf32" takes 10 bits of them, as tensor cores do, "ieee" all. Operands in bfloat16 are as they are.
 """
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -22,8 +25,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
-import triton.language as tl
 from torch import Tensor
+
+from qfleet.accel.kernels.conv_programs import forward_kernel, input_kernel, weight_kernel
 
 
 class Tile(NamedTuple):
@@ -38,7 +42,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Conv:
-    """The shape of a convolution without padding; a dense layer is one over a single pixel."""
+    """The shape of a convolution; a dense layer is one over a single pixel."""
 
     height: int
     width: int
@@ -46,16 +50,30 @@ class Conv:
     outputs: int
     kernel: int = 1
     stride: int = 1
+    padding: tuple[int, int] = (0, 0)
+    """Rows above and below the input image and columns on either side of it that are zero."""
+    border: tuple[int, int] = (0, 0)
+    """The same of the output image: the padding of the layer that sees it."""
 
     @property
     def out_height(self) -> int:
         """Rows of the output image."""
-        return (self.height - self.kernel) // self.stride + 1
+        return (self.stored_input[0] - self.kernel) // self.stride + 1
 
     @property
     def out_width(self) -> int:
         """Columns of the output image."""
-        return (self.width - self.kernel) // self.stride + 1
+        return (self.stored_input[1] - self.kernel) // self.stride + 1
+
+    @property
+    def stored_input(self) -> tuple[int, int]:
+        """Rows and columns of the input image as it lies in memory."""
+        return self.height + 2 * self.padding[0], self.width + 2 * self.padding[1]
+
+    @property
+    def stored_output(self) -> tuple[int, int]:
+        """Rows and columns of the output image as it lies in memory."""
+        return self.out_height + 2 * self.border[0], self.out_width + 2 * self.border[1]
 
     @property
     def positions(self) -> int:
@@ -70,48 +88,77 @@ class Conv:
     def gather(self, planes: bool = False) -> dict[str, int]:
         """Return where a kernel finds the patches: distances in elements of the input tensor."""
         pixel, run = (1, self.kernel) if planes else (self.channels, self.kernel * self.channels)
+        height, width = self.stored_input
         return {
-            "image": self.height * self.width * self.channels,
+            "image": height * width * self.channels,
             "positions": self.positions,
             "out_width": self.out_width,
             "right": self.stride * pixel,
-            "down": self.stride * self.width * pixel,
+            "down": self.stride * width * pixel,
             "run": run,
-            "line": self.width * pixel,
+            "line": width * pixel,
             "plane_entries": self.kernel * run,
-            "plane": self.height * self.width,
+            "plane": height * width,
+        }
+
+    def scatter(self) -> dict[str, int]:
+        """Return where a kernel writes output positions: distances in pixels of the output tensor."""
+        height, width = self.stored_output
+        return {
+            "out_image": height * width,
+            "out_line": width,
+            "out_first": self.border[0] * width + self.border[1],
         }
 
 
 def conv_forward(
-    conv: Conv, tile: Tile, images: Tensor, online: int, weights: Tensor, biases: tuple[Tensor, Tensor], out: Tensor
+    conv: Conv,
+    tile: Tile,
+    images: Tensor,
+    online: int,
+    weights: Tensor,
+    biases: tuple[Tensor, Tensor],
+    out: Tensor,
+    form: str = "ieee",
 ) -> None:
-    """Write the layer's output [I, positions, N] after ReLU; the first `online` images use weights[0], others [1]."""
-    _launch_forward(conv, tile, images, online, weights, biases, out, splits=1, partial=False)
+    """Write the layer's output after ReLU to `out` [I, stored output, N], inside the border.
+
+    The first `online` of the images [I, stored input, C] use weights[0], others weights[1].
+    """
+    _launch_forward(conv, tile, images, online, weights, biases, out, form, splits=1, partial=False)
 
 
-def conv_partials(conv: Conv, tile: Tile, images: Tensor, online: int, weights: Tensor, out: Tensor) -> None:
-    """Write float32 parts [splits, I, positions, N] of the layer's output, whose sum lacks bias and ReLU only."""
-    _launch_forward(conv, tile, images, online, weights, (weights, weights), out, splits=len(out), partial=True)
+def conv_partials(
+    conv: Conv, tile: Tile, images: Tensor, online: int, weights: Tensor, out: Tensor, form: str = "ieee"
+) -> None:
+    """Write float32 parts [splits, I, positions, N] of the output of a layer without border.
+
+    Their sum lacks bias and ReLU only.
+    """
+    _launch_forward(conv, tile, images, online, weights, (weights, weights), out, form, splits=len(out), partial=True)
 
 
-def conv_backward_input(conv: Conv, tile: Tile, upstream: Tensor, weights: Tensor, images: Tensor, out: Tensor) -> None:
-    """Write the gradient [I, H, W, C] of the layer's input, zero where the input `images` (after ReLU) is not positive.
+def conv_backward_input(
+    conv: Conv, tile: Tile, upstream: Tensor, weights: Tensor, images: Tensor, out: Tensor, form: str = "ieee"
+) -> None:
+    """Write the gradient [I, H, W, C] of the layer's input, zero where the input (after ReLU) is not positive.
 
-    `upstream` [I, positions, N] is the gradient of the layer's output before its ReLU, `weights` [N, K].
+    `upstream` [I, positions, N] is the gradient of the layer's output before its ReLU, `weights` [N, K], `images`
+    [I, stored input, C] the input.
     """
     if conv.kernel % conv.stride:
         raise ValueError(f"the kernel {conv.kernel} must be a multiple of the stride {conv.stride}")
-    cell_columns = -(-conv.width // conv.stride)
-    cells = -(-conv.height // conv.stride) * cell_columns
-    columns = conv.stride * conv.stride * conv.channels
+    cell_top, cell_rows = _cells(conv.height, conv.padding[0], conv.stride)
+    cell_left, cell_columns = _cells(conv.width, conv.padding[1], conv.stride)
+    cells, columns = cell_rows * cell_columns, conv.stride * conv.stride * conv.channels
     rows = len(upstream) * cells
-    _input_kernel[(triton.cdiv(rows, tile.rows), columns // _divisor(columns, tile.columns))](
+    input_kernel[(triton.cdiv(rows, tile.rows), columns // _divisor(columns, tile.columns))](
         upstream, weights, images, out, rows,
         height=conv.height, width=conv.width, channels=conv.channels, outputs=conv.outputs,
         kernel=conv.kernel, stride=conv.stride, out_height=conv.out_height, out_width=conv.out_width,
-        cells=cells, cell_columns=cell_columns,
-        tile_rows=tile.rows, tile_columns=tile.columns, depth=_divisor(conv.outputs, tile.depth),
+        padding_y=conv.padding[0], padding_x=conv.padding[1],
+        cells=cells, cell_columns=cell_columns, cell_top=cell_top, cell_left=cell_left,
+        tile_rows=tile.rows, tile_columns=tile.columns, depth=_divisor(conv.outputs, tile.depth), form=form,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -123,17 +170,19 @@ def conv_backward_weight(
     upstream: Tensor,
     weight_out: Tensor,
     bias_out: Tensor,
+    form: str = "ieee",
 ) -> None:
     """Write partial sums of the gradients of weights [splits, N, K] and bias [splits, N], in float32.
 
-    A tile's rows are entries of a patch, its columns outputs, its depth output positions.
+    `images` [I, stored input, C] are the layer's input, `upstream` [I, positions, N] the gradient of its output before
+    its ReLU. A tile's rows are entries of a patch, its columns outputs, its depth output positions.
     """
     rows, splits = len(upstream) * conv.positions, len(weight_out)
     patch_tiles = conv.patch // _divisor(conv.patch, tile.rows)
-    _weight_kernel[(patch_tiles + 1, conv.outputs // _divisor(conv.outputs, tile.columns), splits)](
+    weight_kernel[(patch_tiles + 1, conv.outputs // _divisor(conv.outputs, tile.columns), splits)](
         images, upstream, weight_out, bias_out, rows, weight_out.stride(0), bias_out.stride(0),
         **conv.gather(), patch=conv.patch, outputs=conv.outputs, rounds=triton.cdiv(rows, splits * tile.depth),
-        tile_rows=tile.rows, tile_columns=tile.columns, depth=tile.depth,
+        tile_rows=tile.rows, tile_columns=tile.columns, depth=tile.depth, form=form,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -146,6 +195,7 @@ def _launch_forward(
     weights: Tensor,
     biases: tuple[Tensor, Tensor],
     out: Tensor,
+    form: str,
     splits: int,
     partial: bool,
 ) -> None:
@@ -153,12 +203,18 @@ def _launch_forward(
     online_tiles = triton.cdiv(online_rows, tile.rows)
     tiles = online_tiles + triton.cdiv(rows - online_rows, tile.rows)
     depth = conv.patch // splits
-    _forward_kernel[(tiles, conv.outputs // _divisor(conv.outputs, tile.columns), splits)](
+    forward_kernel[(tiles, conv.outputs // _divisor(conv.outputs, tile.columns), splits)](
         images, weights, *biases, out, rows, online_rows, online_tiles, weights.stride(0),
-        **conv.gather(), patch=conv.patch, outputs=conv.outputs, share=depth, partial=partial,
-        tile_rows=tile.rows, tile_columns=tile.columns, depth=_divisor(depth, tile.depth),
+        **conv.gather(), **conv.scatter(), patch=conv.patch, outputs=conv.outputs, share=depth, partial=partial,
+        tile_rows=tile.rows, tile_columns=tile.columns, depth=_divisor(depth, tile.depth), form=form,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def _cells(side: int, padding: int, stride: int) -> tuple[int, int]:
+    """Return the first cell of `stride` pixels that has any of an image's `side`, and how many have."""
+    first = padding // stride
+    return first, (padding + side - 1) // stride - first + 1
 
 
 def _divisor(whole: int, part: int) -> int:
@@ -166,154 +222,3 @@ def _divisor(whole: int, part: int) -> int:
     if whole % part:
         raise ValueError(f"a tile's side of {part} does not divide {whole}")
     return part
-
-
-@triton.jit
-def patch_start(
-    row, image: tl.constexpr, positions: tl.constexpr, out_width: tl.constexpr, right: tl.constexpr,
-    down: tl.constexpr,
-):  # fmt: skip
-    """Return where the patch of each output position begins."""
-    position = row % positions
-    return row // positions * image + position // out_width * down + position % out_width * right
-
-
-@triton.jit
-def entries(
-    first, count: tl.constexpr, run: tl.constexpr, line: tl.constexpr, plane_entries: tl.constexpr, plane: tl.constexpr
-):
-    """Return how far `count` entries of a patch, from number `first` on, lie from the patch's first one."""
-    if run % count == 0:  # all in one run: said in this way, the compiler sees that they are neighbours
-        line_number = first // run
-        return line_number * line + (first - line_number * run) + tl.arange(0, count)
-    else:
-        number = first + tl.arange(0, count)
-        return number // plane_entries * plane + number // run % (plane_entries // run) * line + number % run
-
-
-@triton.jit
-def operand(values, kind: tl.constexpr):
-    """Return values in the type of a product. Bytes go through the mantissa of 2 ** 23: conversions are slow."""
-    if values.dtype == tl.uint8:
-        values = (values.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-    return values.to(kind)
-
-
-@triton.jit
-def product(
-    images, weights, start, column, first,
-    run: tl.constexpr, line: tl.constexpr, plane_entries: tl.constexpr, plane: tl.constexpr,
-    share: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr, depth: tl.constexpr,
-):  # fmt: skip
-    """Return patches that begin at `start` times weights that begin at `column`, over `share` entries from `first`."""
-    total = tl.zeros((tile_rows, tile_columns), tl.float32)
-    for done in range(0, share, depth):
-        entry = entries(first + done, depth, run, line, plane_entries, plane)
-        patches = tl.load(images + start[:, None] + entry[None, :])
-        weight = tl.load(weights + column[None, :] + (first + done + tl.arange(0, depth))[:, None])
-        total = tl.dot(operand(patches, weight.dtype), weight, total, input_precision="ieee")
-    return total
-
-
-@triton.jit
-def _forward_kernel(
-    images, weights, online_bias, target_bias, out,
-    rows, online_rows, online_tiles, weight_step,
-    image: tl.constexpr, positions: tl.constexpr, out_width: tl.constexpr, right: tl.constexpr, down: tl.constexpr,
-    run: tl.constexpr, line: tl.constexpr, plane_entries: tl.constexpr, plane: tl.constexpr,
-    patch: tl.constexpr, outputs: tl.constexpr, share: tl.constexpr, partial: tl.constexpr,
-    tile_rows: tl.constexpr, tile_columns: tl.constexpr, depth: tl.constexpr,
-):  # fmt: skip
-    tile, split = tl.program_id(0), tl.program_id(2)
-    network = (tile >= online_tiles).to(tl.int32)
-    row = network * online_rows + (tile - network * online_tiles) * tile_rows + tl.arange(0, tile_rows)
-    end = tl.where(network == 0, online_rows, rows)
-    start = patch_start(tl.minimum(row, end - 1), image, positions, out_width, right, down)
-    column = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
-    total = product(
-        images, weights + network * weight_step, start, column * patch, split * share,
-        run, line, plane_entries, plane, share, tile_rows, tile_columns, depth,
-    )  # fmt: skip
-    place = row[:, None] * outputs + column[None, :]
-    if partial:
-        place += split * rows * outputs
-    else:
-        bias = tl.where(network == 0, tl.load(online_bias + column), tl.load(target_bias + column))
-        total = tl.maximum(total + bias[None, :], 0.0)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=(row < end)[:, None])
-
-
-@triton.jit
-def _input_kernel(
-    upstream, weights, images, out, rows,
-    height: tl.constexpr, width: tl.constexpr, channels: tl.constexpr, outputs: tl.constexpr,
-    kernel: tl.constexpr, stride: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr,
-    cells: tl.constexpr, cell_columns: tl.constexpr,
-    tile_rows: tl.constexpr, tile_columns: tl.constexpr, depth: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
-    image, cell_y, cell_x = row // cells, row % cells // cell_columns, row % cells % cell_columns
-    column = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
-    pixel_y, across = column // (stride * channels), column % (stride * channels)
-    chunks: tl.constexpr = outputs // depth
-    taps: tl.constexpr = kernel // stride
-    total = tl.zeros((tile_rows, tile_columns), tl.float32)
-    for step in range(taps * taps * chunks):
-        tap_y, tap_x = step // chunks // taps, step // chunks % taps
-        output = step % chunks * depth + tl.arange(0, depth)
-        y, x = cell_y - tap_y, cell_x - tap_x
-        seen = (row < rows) & (y >= 0) & (y < out_height) & (x >= 0) & (x < out_width)
-        place = ((image * out_height + y) * out_width + x) * outputs
-        gradient = tl.load(upstream + place[:, None] + output[None, :], mask=seen[:, None], other=0.0)
-        entry = ((pixel_y + stride * tap_y) * kernel + stride * tap_x) * channels + across
-        weight = tl.load(weights + (output * (kernel * kernel * channels))[:, None] + entry[None, :])
-        total = tl.dot(gradient, weight, total, input_precision="ieee")
-    y = cell_y[:, None] * stride + pixel_y[None, :]
-    x_channel = cell_x[:, None] * (stride * channels) + across[None, :]
-    inside = (row < rows)[:, None] & (y < height) & (x_channel < width * channels)
-    place = (image[:, None] * height + y) * (width * channels) + x_channel
-    alive = tl.load(images + place, mask=inside, other=0.0).to(tl.float32) > 0
-    tl.store(out + place, tl.where(alive, total, 0.0).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _weight_kernel(
-    images, upstream, weight_out, bias_out,
-    rows, weight_step, bias_step,
-    image: tl.constexpr, positions: tl.constexpr, out_width: tl.constexpr, right: tl.constexpr, down: tl.constexpr,
-    run: tl.constexpr, line: tl.constexpr, plane_entries: tl.constexpr, plane: tl.constexpr,
-    patch: tl.constexpr, outputs: tl.constexpr, rounds: tl.constexpr,
-    tile_rows: tl.constexpr, tile_columns: tl.constexpr, depth: tl.constexpr,
-):  # fmt: skip
-    tile, split = tl.program_id(0), tl.program_id(2)
-    output = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
-    if tile < patch // tile_rows:
-        entry = entries(tile * tile_rows, tile_rows, run, line, plane_entries, plane)
-        total = tl.zeros((tile_rows, tile_columns), tl.float32)
-        for turn in range(rounds):
-            row = (split * rounds + turn) * depth + tl.arange(0, depth)
-            start = patch_start(tl.minimum(row, rows - 1), image, positions, out_width, right, down)
-            patches = tl.load(images + start[:, None] + entry[None, :])
-            gradient = tl.load(
-                upstream + row[:, None] * outputs + output[None, :], mask=(row < rows)[:, None], other=0.0
-            )
-            total = tl.dot(tl.trans(patches), gradient, total, input_precision="ieee")
-        place = split * weight_step + output[None, :] * patch + (tile * tile_rows + tl.arange(0, tile_rows))[:, None]
-        tl.store(weight_out + place, total)
-    else:
-        bias = column_sum(upstream, split * rounds * depth, rows, output, outputs, rounds, tile_columns, depth)
-        tl.store(bias_out + split * bias_step + output, bias)
-
-
-@triton.jit
-def column_sum(
-    upstream, first, rows, output, outputs: tl.constexpr, rounds: tl.constexpr, columns: tl.constexpr,
-    depth: tl.constexpr,
-):  # fmt: skip
-    """Return the sums [columns] of the gradients of some outputs over `rounds * depth` rows from `first` on."""
-    total = tl.zeros((columns,), tl.float32)
-    for turn in range(rounds):
-        row = first + turn * depth + tl.arange(0, depth)
-        gradient = tl.load(upstream + row[:, None] * outputs + output[None, :], mask=(row < rows)[:, None], other=0.0)
-        total += tl.sum(gradient.to(tl.float32), axis=0)
-    return total

@@ -32,6 +32,16 @@ class Turned:
     channels: int
     pixels: int
 
+    @property
+    def tile_pixels(self) -> int:
+        """Pixels of the tile in which a program turns the weights of one output: a power of two."""
+        return int(triton.next_power_of_2(self.pixels))
+
+    @property
+    def warps(self) -> int:
+        """Warps of such a program: each thread has 32 entries of the tile, or fewer of a small one."""
+        return min(max(self.channels * self.tile_pixels // 1024, 4), 32)
+
 
 def pack(networks: Sequence[Tensor], places: Tensor, dense: Turned, out: Tensor) -> None:
     """Write one or two networks' flat weights [P] to `out` [networks, S + dense weights], in its type.
@@ -41,7 +51,8 @@ def pack(networks: Sequence[Tensor], places: Tensor, dense: Turned, out: Tensor)
     small = len(places)
     _pack_kernel[(triton.cdiv(small, _COPIED) + dense.outputs, len(networks))](
         networks[0], networks[-1], places, out, small, dense.start, out.stride(0),
-        channels=dense.channels, pixels=dense.pixels, tile_pixels=triton.next_power_of_2(dense.pixels), block=_COPIED,
+        channels=dense.channels, pixels=dense.pixels, tile_pixels=dense.tile_pixels, block=_COPIED,
+        num_warps=dense.warps,
     )  # fmt: skip
 
 
@@ -56,8 +67,8 @@ def fold(
     blocks = len(parts)
     _fold_kernel[(blocks + dense.outputs,)](
         partials, parts, places, turned, gradients, blocks, dense.start,
-        channels=dense.channels, pixels=dense.pixels, tile_pixels=triton.next_power_of_2(dense.pixels),
-        block=BLOCK, most=most, together=min(_TOGETHER, triton.next_power_of_2(most)),
+        channels=dense.channels, pixels=dense.pixels, tile_pixels=dense.tile_pixels,
+        block=BLOCK, most=most, together=min(_TOGETHER, triton.next_power_of_2(most)), num_warps=dense.warps,
     )  # fmt: skip
 
 

@@ -132,6 +132,14 @@ def test_the_command_writes_its_rows(monkeypatch, tmp_path, capsys):
     assert "| steps | 7 /s |" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [["--json"], ["--json", "-"], ["--json", "--table", "{}"]])
+def test_the_command_prints_its_rows_where_no_file_is_named(words, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(envs, "measure", lambda: [Row("steps", "7 /s")])
+    assert main(["bench", "envs", *(word.format(tmp_path / "table.md") for word in words)]) == 0
+    assert json.loads(capsys.readouterr().out)["suites"]["envs"][0]["ours"] == "7 /s"
+    assert (tmp_path / "table.md").exists() == ("--table" in words)
+
+
 @pytest.mark.parametrize(("figure", "met"), [(5_000.0, True), (4_999.0, False)])
 def test_a_floor_is_met_or_not(figure, met):
     row = learner._floor("updates", figure, "updates/s", 5_000, 10_000)

@@ -207,3 +207,32 @@ def test_python_plans_by_name_and_takes_nested_settings_as_fixed(measured: list[
     assert measured[0].actors == 1
     with pytest.raises(ConfigError, match="actors"):
         api.plan("mountaincar", actors="many")
+
+
+@pytest.mark.parametrize(
+    "words", ["atari:pong --simulate actors=20,learners=4", "--simulate actors=20,learners=4 atari:pong"]
+)
+def test_the_preset_may_stand_before_or_behind_the_flags(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(experiment: Experiment, simulate: str, **_: Any) -> str:
+        return f"{experiment.preset} {simulate}"
+
+    monkeypatch.setattr(api, "plan_learners", told)
+    assert main(["plan", *words.split()]) == 0
+    assert capsys.readouterr().out == "atari:pong actors=20,learners=4\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--several --save FILE", "'--save' keeps the arrangement of roles: not with --several"),
+        ("--simulate actors=2,learners=2 --save FILE", "'--save' keeps the arrangement of roles"),
+        ("--several --simulate actors=2,learners=2", "give one of them"),
+    ],
+)
+def test_what_cannot_be_had_together_is_refused_before_anything_is_measured(
+    flags: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "cartpole", "--algo", "dqn", *flags.split()]) == 2
+    assert words in capsys.readouterr().err

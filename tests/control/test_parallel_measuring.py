@@ -15,6 +15,7 @@ from parallel_cases import MS, work
 from qfleet.accel.config import AccelConfig
 from qfleet.algo.agent import ReplayAgent, RolloutAgent
 from qfleet.algo.optim import AdamConfig, SgdConfig
+from qfleet.algo.schedules import LinearRateConfig
 from qfleet.algo.torsos import MlpConfig, NatureConfig
 from qfleet.control import parallel_measured
 from qfleet.control.kept import KeptFile
@@ -84,6 +85,10 @@ class TestLayers:
     def test_one_pass_less_without_double_and_no_moments_without_adam(self) -> None:
         found = measure_layers(setup(agent=ReplayAgent(double=False), optim=SgdConfig(momentum=0.0)), once)
         assert (found.passes, found.moments) == (1, 0)
+
+    def test_a_rate_that_falls_to_the_end_of_the_run_knows_its_length(self) -> None:
+        found = measure_layers(setup(optim=AdamConfig(schedule=LinearRateConfig())), once)
+        assert found.moments == 2
 
     def test_agents_that_learn_from_rollouts_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="single transitions of a replay"):

@@ -21,11 +21,12 @@ _FLAGS = {
     "peers": "[--peers DIR]",
     "seeds": "[--seeds K]",
     "first_seed": "[--first-seed N]",
-    "json": "[--json FILE]",
+    "json": "[--json [FILE]]",
     "table": "[--table FILE]",
 }
 USAGE = f"qfleet bench SUITE {' '.join(_FLAGS.values())}"
 _EVERYWHERE = ("json", "table")
+_PRINTED = Path("-")
 _WIDTH = 78
 _PONG = "Pong in processes, one update of 32 in 4 steps"
 
@@ -147,7 +148,7 @@ class BenchOptions(Config):
     first_seed: int = Field(101, ge=0)
     """The first of them; presets are tuned on seeds below 100."""
     json_file: Path | None = Field(None, alias="json")
-    """Write the rows to this file."""
+    """Write the rows to this file; without a file, or as -, print them in place of the table."""
     table: Path | None = None
     """Write the table, as Markdown, to this file."""
 
@@ -157,7 +158,7 @@ def run(words: Sequence[str]) -> int:
     if wants_help(words):
         print(_help(next((word for word in words if word in SUITES), "")))
         return 0
-    given = parse_options(BenchOptions, words, "suite", USAGE)
+    given = parse_options(BenchOptions, _with_files(words), "suite", USAGE)
 
     from qfleet.bench import envs, fused, inference, learner, pipeline, replay, scaling, solve, start, stragglers
     from qfleet.bench.table import Row, markdown, plain
@@ -175,13 +176,20 @@ def run(words: Sequence[str]) -> int:
         "solve": lambda: solve.measure(given.peers, range(given.first_seed, given.first_seed + given.seeds)),
     }
     results = {name: measure() for name, measure in suites.items() if given.suite in (name, "all")}
-    page = markdown(results, f"qfleet bench {shlex.join(words)}")
-    print(page)
-    if given.json_file is not None:
-        given.json_file.write_text(json.dumps(plain(results), indent=1) + "\n")
+    page, rows = markdown(results, f"qfleet bench {shlex.join(words)}"), json.dumps(plain(results), indent=1)
+    print(rows if given.json_file == _PRINTED else page)
+    if given.json_file not in (None, _PRINTED):
+        given.json_file.write_text(rows + "\n")
     if given.table is not None:
         given.table.write_text(page)
     return 0
+
+
+def _with_files(words: Sequence[str]) -> list[str]:
+    """Return the words with a file behind `--json` where there is none."""
+    following = [*words[1:], "--"]
+    bare = [word == "--json" and after.startswith("--") for word, after in zip(words, following, strict=True)]
+    return [f"--json={_PRINTED}" if alone else word for word, alone in zip(words, bare, strict=True)]
 
 
 def _help(name: str) -> str:

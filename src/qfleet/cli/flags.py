@@ -142,16 +142,19 @@ def read_option(setting: Setting, flag: Given) -> tuple[Any, Sequence[str]]:
     return read_value(setting, flag, flag.texts[:1]), flag.texts[1:]
 
 
-def own_options(model: type[O], given: Sequence[Given], usage: str) -> tuple[O, list[Given]]:
-    """Return the options of a verb itself, and the other flags, which are settings of an experiment."""
+def own_options(model: type[O], given: Sequence[Given]) -> tuple[O, list[Given], list[str]]:
+    """Return the options of a verb itself, the other flags, which are settings of an experiment, and loose words.
+
+    These stood behind an option and are none of its values.
+    """
     settings = {setting.name: setting for setting in settings_of(model, {})}
     values: dict[str, Any] = {}
+    loose: list[str] = []
     for flag in given:
         if flag.name in settings:
             values[flag.name], rest = read_option(settings[flag.name], flag)
-            if rest:
-                raise ConfigError(f"unexpected '{rest[0]}' after '{flag.flag}'; usage: {usage}")
-    return build_options(model, values), [flag for flag in given if flag.name not in settings]
+            loose += rest
+    return build_options(model, values), [flag for flag in given if flag.name not in settings], loose
 
 
 def build_options(model: type[O], values: dict[str, Any]) -> O:

@@ -55,9 +55,10 @@ def run(words: Sequence[str]) -> int:
         print(help_page(USAGE, _ABOUT, settings_of(PlanOptions, {})))
         return 0
     loose, given = split_words(words)
+    options, rest, behind = own_options(PlanOptions, given)
+    loose += behind
     if len(loose) != 1:
         raise ConfigError(f"{f'unexpected {loose[1]!r}' if loose else 'PRESET is missing'}; usage: {USAGE}")
-    options, rest = own_options(PlanOptions, given, USAGE)
 
     from qfleet import api
     from qfleet.cli.overrides import override
@@ -69,6 +70,13 @@ def run(words: Sequence[str]) -> int:
     def say(text: str) -> None:
         print(f"  {text} ...", file=sys.stderr)
 
+    if options.save is not None and (options.several or options.simulate is not None):
+        raise ConfigError(
+            "'--save' keeps the arrangement of roles: not with --several, which prints flags for `qfleet train`, or"
+            " --simulate, which is of another cluster"
+        )
+    if options.several and options.simulate is not None:
+        raise ConfigError("'--several' is about this machine, '--simulate' about another cluster: give one of them")
     if options.several or options.simulate is not None:
         print(api.plan_learners(experiment, simulate=options.simulate or "", fresh=options.fresh, say=say))
         return 0

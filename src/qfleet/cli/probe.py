@@ -42,9 +42,10 @@ def run(words: Sequence[str]) -> int:
         print(help_page(USAGE, _ABOUT, settings_of(ProbeOptions, {})))
         return 0
     loose, given = split_words(words)
+    options, rest, behind = own_options(ProbeOptions, given)
+    loose += behind
     if len(loose) != 1:
         raise ConfigError(f"{f'unexpected {loose[1]!r}' if loose else 'PRESET is missing'}; usage: {USAGE}")
-    options, rest = own_options(ProbeOptions, given, USAGE)
     setup, threads = _setup(loose[0], options, rest)
 
     import torch

@@ -64,12 +64,13 @@ class TrainOptions(Config):
 def run(words: Sequence[str]) -> int:
     """Carry out the command."""
     loose, given = split_words([word for word in words if word not in ("--help", "-h")])
+    options, rest, behind = own_options(TrainOptions, given)
+    loose += behind
     if wants_help(words) and not loose:
         print(_COMMON)
         return 0
     if len(loose) != 1:
         raise _wrong_words(loose, given)
-    options, rest = own_options(TrainOptions, given, USAGE)
     experiment = named_experiment(loose[0], options.algo)
     if wants_help(words):
         print(_help(experiment, loose[0]))

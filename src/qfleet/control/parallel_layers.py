@@ -50,7 +50,7 @@ def measure_layers(setup: LearnerSetup, timed: Timed | None = None) -> Work:
     layers = _layers(network, setup.spec, sizes, timed)
     step, moments = _step(setup, network, timed)
     passes = 2 if agent.double else 1
-    eager = build_update(agent, network, setup.optim, torch.Generator(device))
+    eager = build_update(agent, network, setup.optim, torch.Generator(device), total_updates=setup.total_updates)
     assert isinstance(eager, ReplayUpdate)
     rest = []
     for number, rows in enumerate(sizes):

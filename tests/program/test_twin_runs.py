@@ -9,7 +9,8 @@ import pytest
 from program_cases import digest, fingerprint, short, stop_at
 
 import qfleet.api as api
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import CheckpointError, ConfigError
+from qfleet.experiment import Experiment, with_changes
 from qfleet.runtime import checkpoint
 
 SMALL: dict[str, Any] = {"placement": "inline", "network.hidden": [16], "evaluation.max_episode_steps": 50}
@@ -20,6 +21,8 @@ PLANS: dict[str, Any] = {
     "int8": {"learners": 2, "parallel.compression": {"kind": "int8"}},
     "topk": {"learners": 2, "parallel.compression": {"kind": "topk"}},
 }
+
+SERVERS: dict[str, Any] = {"learners": 2, "parallel.update": {"kind": "server", "servers": 2}}
 
 
 def trained(tmp_path, name: str, **changes: Any) -> api.Run:
@@ -82,3 +85,21 @@ def test_replicas_of_a_network_in_pieces_are_whole_ones(pieces, tmp_path):
 def test_what_no_ranks_could_split_is_refused_inline_as_well(tmp_path):
     with pytest.raises(ConfigError, match="tensor 3 does not divide the 16 outputs"):
         trained(tmp_path, "run", **{"network.hidden": [16, 16], "parallel.tensor": 3})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ({"learners": 3}, {"learners": 2}, r"learner ranks .* 3, and this run has 2"),
+        ({"learners": 2}, {"learners": 1}, r"learner ranks .* 2, and this run has 1"),
+        ({}, {"learners": 2}, r"learner ranks .* 1, and this run has 2"),
+        (SERVERS, {"parallel.update.mode": "async"}, r"rounds sync, and this run has none"),
+        (SERVERS, {"parallel.update.kind": "allreduce"}, r"parallel\.update\.servers 2, and this run has 0"),
+    ],
+)
+def test_a_checkpoint_of_other_learners_is_refused_with_what_it_needs(before, after, words, tmp_path):
+    run = trained(tmp_path, "run", **before)
+    config = run.dir / "config.yaml"
+    config.write_text(with_changes(Experiment.from_yaml(config), {**after, "placement": "inline"}).to_yaml())
+    with pytest.raises(CheckpointError, match=rf"was saved with {words}.*: resume with"):
+        api.resume(run.dir, env_steps=800)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from qfleet.ability import require_able
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.model_io import ModelConfigs, load_model, save_model
 from qfleet.algo.networks import QNetwork, build_network
@@ -139,6 +140,7 @@ class Session:
             _require_same_arrangement(self.experiment, restore)
         spec, grade = self._look_at_environment()
         plan = Plan.from_yaml(self.run.plan) if self.run.plan.is_file() else None
+        require_able(self.experiment, spec, self.code)
         require_shared_memory(self.experiment, spec, self.code)
         program = build_program(self.experiment, spec, self.code, self.run.epoch.folder)
         if not self._opened:

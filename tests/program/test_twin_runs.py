@@ -6,7 +6,9 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from program_cases import digest, fingerprint, short, stop_at
+from torch import nn
 
 import qfleet.api as api
 from qfleet.core.errors import CheckpointError, ConfigError
@@ -103,3 +105,37 @@ def test_a_checkpoint_of_other_learners_is_refused_with_what_it_needs(before, af
     config.write_text(with_changes(Experiment.from_yaml(config), {**after, "placement": "inline"}).to_yaml())
     with pytest.raises(CheckpointError, match=rf"was saved with {words}.*: resume with"):
         api.resume(run.dir, env_steps=800)
+
+
+class PartlyFrozen(nn.Module):
+    """A torso whose first layer is not trained; its bias lies beside trained values in the flat vector."""
+
+    out_features = 16
+
+    def __init__(self, spec: Any) -> None:
+        super().__init__()
+        self.fixed = nn.Linear(4, 24).requires_grad_(False)
+        self.fixed.bias.fill_(0.25)
+        self.body = nn.Linear(24, 16)
+
+    def forward(self, observation: Any) -> Any:
+        return torch.relu(self.body(torch.tanh(self.fixed(observation))))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"parallel.update": {"kind": "local"}},
+        {"parallel.compression": {"kind": "sign"}},
+        {"parallel.compression": {"kind": "sign"}, "parallel.update": {"kind": "server"}},
+    ],
+)
+def test_parameters_that_are_not_trained_stay_as_they_are(plan, tmp_path):
+    settings = {**SMALL, "network": {"kind": "custom"}, "learners": 2, **plan}
+    del settings["network.hidden"]
+    run = api.train(short(env_steps=400, **settings), run_dir=tmp_path / "run", seed=3, network=PartlyFrozen)
+    assert run.summary["updates"] > 40
+    kept = dict(api.load(run.dir, network=PartlyFrozen).network.named_parameters())
+    (bias,) = [value for name, value in kept.items() if name.endswith("fixed.bias")]
+    assert (bias == 0.25).all()

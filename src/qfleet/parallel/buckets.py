@@ -56,9 +56,10 @@ class BucketedSum:
 
     def _add(self, parameters: list[nn.Parameter], begin: int, end: int) -> None:
         assert self._gradients is not None
-        piece = _Piece(self._group, self._gradients[begin:end], len(parameters))
+        trained = [parameter for parameter in parameters if parameter.requires_grad]  # no other gets a gradient
+        piece = _Piece(self._group, self._gradients[begin:end], len(trained))
         self._pieces.append(piece)
-        for parameter in parameters:
+        for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._counting(piece))  # type: ignore[no-untyped-call]
 
     def _counting(self, piece: _Piece) -> Callable[[Tensor], None]:

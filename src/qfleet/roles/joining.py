@@ -78,7 +78,7 @@ class Joining:
             own = seeding.torch_stream(self._seed, "learner", self._group.rank, "compression", device=flat.device)
             self._compressor = make_compressor(self._config.compression, flat.numel(), layers, own)
             self._compressed = CompressedSum(self._compressor, self._group)
-            self._padding = update.flat.padding
+            self._untrained = update.flat.untrained
         elif not self.apart:
             self._buckets.attach(update.online, update.flat.gradients)
 
@@ -87,7 +87,7 @@ class Joining:
         self._sums += 1
         if self._compressed is not None:
             self._compressed(vector)
-            vector.index_fill_(0, self._padding, 0.0)  # a sign is never zero
+            vector.index_fill_(0, self._untrained, 0.0)  # a sign is never zero
             return
         self._spoiled = not bool(vector[:1].isfinite())  # where a loss that is not finite has left its mark
         self._bytes += reduced_bytes(vector, self._group.size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -139,3 +140,31 @@ def test_parameters_that_are_not_trained_stay_as_they_are(plan, tmp_path):
     kept = dict(api.load(run.dir, network=PartlyFrozen).network.named_parameters())
     (bias,) = [value for name, value in kept.items() if name.endswith("fixed.bias")]
     assert (bias == 0.25).all()
+
+
+class SteepOnce(nn.Module):
+    """A torso whose values are finite, but now and then, on the second rank alone, not one of its slopes."""
+
+    out_features = 16
+
+    def __init__(self, spec: Any) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 16), nn.Linear(16, 16)
+        self.calls = 0
+
+    def forward(self, observation: Any) -> Any:
+        self.calls += 1
+        features = self.second(torch.relu(self.first(observation)))
+        if threading.current_thread().name == "rank 1" and torch.is_grad_enabled() and self.calls % 37 == 0:
+            features = features + 0 * (self.second.bias * 0).abs().sqrt().sum()
+        return features
+
+
+@pytest.mark.parametrize("plan", [{}, {"parallel.compression": {"kind": "sign"}}])
+def test_a_rank_whose_gradient_alone_is_not_finite_is_named(plan, tmp_path):
+    settings = {**SMALL, "network": {"kind": "custom"}, "learners": 2, **plan}
+    del settings["network.hidden"]
+    run = api.train(short(env_steps=600, **settings), run_dir=tmp_path / "run", seed=3, network=SteepOnce)
+    skipped = said(run, "skipped_update")
+    assert skipped
+    assert all(text.endswith("(learner 1)") for text in skipped)

@@ -54,7 +54,6 @@ class Joining:
         self._buckets = BucketedSum(group)
         self._compressor: Compressor | None = None
         self._compressed: CompressedSum | None = None
-        self._spoiled = False
         self._sums = self._bytes = 0
 
     @property
@@ -89,7 +88,6 @@ class Joining:
             self._compressed(vector)
             vector.index_fill_(0, self._untrained, 0.0)  # a sign is never zero
             return
-        self._spoiled = not bool(vector[:1].isfinite())  # where a loss that is not finite has left its mark
         self._bytes += reduced_bytes(vector, self._group.size)
         self._buckets(vector)
 
@@ -99,7 +97,7 @@ class Joining:
             return [self._group.rank]  # who learns apart skips apart
         if self._compressed is not None:
             return [] if self._compressed.culprit is None else [self._compressed.culprit]
-        flags = self._group.all_gather(torch.tensor([int(self._spoiled)]))
+        flags = self._group.all_gather(torch.tensor([int(self._buckets.spoiled)]))
         return [rank for rank, flag in enumerate(flags) if flag.item()]
 
     def meet(self, update: Update, updates: int, drawn: tuple[int, int] = (0, 0)) -> None:

@@ -258,6 +258,16 @@ class Experiment(Config):
         return self.learners * self.split
 
     @property
+    def arrangement(self) -> dict[str, int | str]:
+        """What a checkpoint is bound to: who learns, who keeps the parameters and by which books."""
+        serving = self.serving
+        return {
+            "learner ranks (learners times parallel.tensor times parallel.pipeline)": self.rank_seats,
+            "parallel.update.servers": 0 if serving is None else serving.servers,
+            "rounds": "sync" if serving is not None and serving.mode == "sync" else "none",
+        }
+
+    @property
     def _memory(self) -> MemoryConfig | None:
         """The memory of a recurrent agent."""
         return self.agent.memory if isinstance(self.agent, ReplayAgent) else None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
+from qfleet.ability import require_able
 from qfleet.algo.agent import ReplayAgent
 from qfleet.control import resources
 from qfleet.control.feeding import FeedCost, feed_cost
@@ -45,6 +46,7 @@ def plan_run(experiment: Experiment, code: UserCode, fixed: Collection[str], say
         raise ConfigError(f"plans are for CPUs and NVIDIA GPUs: device '{experiment.device}' needs --actors N")
     if experiment.placement == "ray":
         raise ConfigError("plans are for one machine: placement 'ray' needs --actors N")
+    require_able(experiment, spec, code)
     found = resources.look()
     stored = _stored(experiment, spec, found, fixed)
     values = dict(flattened(experiment.model_dump(mode="json")))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from qfleet.algo.agent import ReplayAgent
 from qfleet.control import resources
 from qfleet.control.machine import key_of
+from qfleet.control.parallel_coding import measure_compressions
 from qfleet.control.parallel_measured import plan_learners
 from qfleet.control.parallel_parts import Work
 from qfleet.control.parallel_table import candidates_table
@@ -61,7 +63,8 @@ def _choice(experiment: Experiment, code: UserCode, say: Say, fresh: bool) -> tu
     found, spec = resources.look(), env_spec(experiment.env, code.env)
     setup = learner_setup(experiment, spec, code, None)
     with _one_thread():
-        return plan_learners(setup, key_of(experiment, code, found, versions()), found, say, fresh)
+        key, forms = key_of(experiment, code, found, versions()), partial(measure_compressions, device=setup.device)
+        return plan_learners(setup, key, found, say, fresh, forms)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from qfleet.ability import require_able
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.model_io import ModelConfigs, load_model, save_model
 from qfleet.algo.networks import QNetwork, build_network
@@ -135,8 +136,11 @@ class Session:
     def _carry_out(self, restore: checkpoint.Found | None, whole: ExitStack) -> dict[str, Any]:
         """Train to the end or to a failure; `whole` is closed when there is no further try."""
         self._interrupts.heed()
+        if restore is not None:
+            _require_same_arrangement(self.experiment, restore)
         spec, grade = self._look_at_environment()
         plan = Plan.from_yaml(self.run.plan) if self.run.plan.is_file() else None
+        require_able(self.experiment, spec, self.code)
         require_shared_memory(self.experiment, spec, self.code)
         program = build_program(self.experiment, spec, self.code, self.run.epoch.folder)
         if not self._opened:
@@ -271,7 +275,8 @@ class Session:
         self, placement: Placement, spec: EnvSpec, env_steps: int, standing: Standing, best: Weights | None
     ) -> Saving:
         """Take the paused run as it is; it is written beside it, after the best model so far if that is new."""
-        epoch, meta = self.run.epoch, {"standing": dataclasses.asdict(standing)}
+        epoch = self.run.epoch
+        meta = {"standing": dataclasses.asdict(standing), "arrangement": self.experiment.arrangement}
         epoch.require()
         if not self.run.config.exists():  # somebody deleted the directory, and nothing could be resumed without it
             self.run.write(self.run.config, self.experiment.to_yaml())
@@ -330,6 +335,17 @@ def play_episodes(
     finally:
         env.close()
     return np.asarray(returns)
+
+
+def _require_same_arrangement(experiment: Experiment, restore: checkpoint.Found) -> None:
+    """Refuse a checkpoint of other learners or servers than this run has; older ones do not say whose they are."""
+    own = experiment.arrangement
+    saved = {**own, **restore.manifest.get("arrangement", {})}
+    if other := [f"{name} {saved[name]}, and this run has {own[name]}" for name in own if saved[name] != own[name]]:
+        raise CheckpointError(
+            f"{restore.directory} was saved with {'; with '.join(other)}: resume with the learners and parallel"
+            " settings that it was saved with, or begin a new run with its model (warm_start)"
+        )
 
 
 def _tell_damage(monitor: Monitor, restore: checkpoint.Found) -> None:

@@ -32,7 +32,9 @@ from qfleet.control.resources import Resources
 from qfleet.core.errors import ConfigError
 from qfleet.core.spec import PLAIN, EnvSpec, LeafSpec
 from qfleet.core.usercode import UserCode
+from qfleet.presets import preset
 from qfleet.roles.learner_setup import LearnerConfig, LearnerSetup
+from qfleet.scaling import learners_text
 
 VECTOR = EnvSpec(name="vector", observations={PLAIN: LeafSpec(shape=(8,), dtype="float32")}, actions=3)
 PIXELS = EnvSpec(name="pixels", observations={PLAIN: LeafSpec(shape=(4, 84, 84), dtype="uint8", stack=4)}, actions=6)
@@ -210,6 +212,16 @@ class TestKept:
         monkeypatch.setattr(parallel_measured, "core_share", lambda seconds: 0.5)
         parallel_measured.known_work(setup(), {}, lambda text: None)
         assert not parallel_measured.WORKS.path.exists()
+
+
+def test_every_form_of_gradients_is_among_the_ways_that_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = LocalRanks(Fabric(((2, Link(1e9, 0.0)),), ((2, Link(1e9, 0.0)),)), ((1, 1.0), (2, 1.0)), Handling())
+    monkeypatch.setattr(parallel_measured, "known_work", lambda *_: work())
+    monkeypatch.setattr(parallel_measured, "known_links", lambda *_: links)
+    table = learners_text(preset("mountaincar"), UserCode(), lambda text: None)
+    for form in ("fp16", "bf16", "int8", "sign", "topk"):
+        assert f"data 2, {form} " in table
+    assert "--parallel.compression" not in table, "none of them is chosen: they learn otherwise"
 
 
 def test_a_machine_has_a_rank_for_each_core_and_two_at_least() -> None:

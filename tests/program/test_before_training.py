@@ -15,10 +15,13 @@ from typing import Any
 
 import gymnasium
 import pytest
+import torch
 from program_cases import short
 
 import qfleet.api as api
-from qfleet import sharing
+import qfleet.session
+from qfleet import planning, sharing
+from qfleet.ability import require_able
 from qfleet.control.monitor import Callbacks
 from qfleet.core.errors import ConfigError, QfleetError
 from qfleet.core.usercode import UserCode
@@ -51,6 +54,39 @@ def test_too_little_shared_memory_names_what_takes_most(
     assert f"lower {setting}" in text
     assert "5.0 MB are free" in text
     assert "--shm-size" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parallel.tensor": 3}, "tensor 3 does not divide the .* would work"),
+        ({"parallel.pipeline": 7}, "pipeline 1 or 2 would work"),
+        ({"device": "cuda"}, "device 'cuda': torch sees no CUDA device here .* use device 'cpu'"),
+    ],
+)
+def test_what_no_rank_could_do_is_refused_before_anything_is_measured_or_started(
+    changes: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_late(*_: Any) -> None:
+        raise AssertionError("begun before it was refused")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(planning, "measure", too_late)
+    monkeypatch.setattr(qfleet.session, "place", too_late)
+    given = {"placement": "processes", "topology": "pipeline", **changes}
+    refused(tmp_path, words, preset="cartpole", **given)
+    refused(tmp_path, words, preset="cartpole", actors=1, **given)
+
+
+@pytest.mark.parametrize("changes", [{"learners": 2, "parallel.update.kind": "sharded"}, {"parallel.tensor": 2}])
+def test_more_ranks_of_a_divided_network_than_gpus_are_refused_before_anything_starts(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    experiment = short(placement="processes", device="cuda", **changes)
+    with pytest.raises(ConfigError, match="2 ranks need 2 GPUs, and this machine has 1"):
+        require_able(experiment, env_spec(experiment.env, None), UserCode())
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
+import torch
 from program_cases import digest, fingerprint, short, stop_at
+from torch import nn
 
 import qfleet.api as api
-from qfleet.core.errors import ConfigError
+from qfleet.core.errors import CheckpointError, ConfigError
+from qfleet.experiment import Experiment, with_changes
 from qfleet.runtime import checkpoint
 
 SMALL: dict[str, Any] = {"placement": "inline", "network.hidden": [16], "evaluation.max_episode_steps": 50}
@@ -20,6 +24,8 @@ PLANS: dict[str, Any] = {
     "int8": {"learners": 2, "parallel.compression": {"kind": "int8"}},
     "topk": {"learners": 2, "parallel.compression": {"kind": "topk"}},
 }
+
+SERVERS: dict[str, Any] = {"learners": 2, "parallel.update": {"kind": "server", "servers": 2}}
 
 
 def trained(tmp_path, name: str, **changes: Any) -> api.Run:
@@ -82,3 +88,83 @@ def test_replicas_of_a_network_in_pieces_are_whole_ones(pieces, tmp_path):
 def test_what_no_ranks_could_split_is_refused_inline_as_well(tmp_path):
     with pytest.raises(ConfigError, match="tensor 3 does not divide the 16 outputs"):
         trained(tmp_path, "run", **{"network.hidden": [16, 16], "parallel.tensor": 3})
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ({"learners": 3}, {"learners": 2}, r"learner ranks .* 3, and this run has 2"),
+        ({"learners": 2}, {"learners": 1}, r"learner ranks .* 2, and this run has 1"),
+        ({}, {"learners": 2}, r"learner ranks .* 1, and this run has 2"),
+        (SERVERS, {"parallel.update.mode": "async"}, r"rounds sync, and this run has none"),
+        (SERVERS, {"parallel.update.kind": "allreduce"}, r"parallel\.update\.servers 2, and this run has 0"),
+    ],
+)
+def test_a_checkpoint_of_other_learners_is_refused_with_what_it_needs(before, after, words, tmp_path):
+    run = trained(tmp_path, "run", **before)
+    config = run.dir / "config.yaml"
+    config.write_text(with_changes(Experiment.from_yaml(config), {**after, "placement": "inline"}).to_yaml())
+    with pytest.raises(CheckpointError, match=rf"was saved with {words}.*: resume with"):
+        api.resume(run.dir, env_steps=800)
+
+
+class PartlyFrozen(nn.Module):
+    """A torso whose first layer is not trained; its bias lies beside trained values in the flat vector."""
+
+    out_features = 16
+
+    def __init__(self, spec: Any) -> None:
+        super().__init__()
+        self.fixed = nn.Linear(4, 24).requires_grad_(False)
+        self.fixed.bias.fill_(0.25)
+        self.body = nn.Linear(24, 16)
+
+    def forward(self, observation: Any) -> Any:
+        return torch.relu(self.body(torch.tanh(self.fixed(observation))))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"parallel.update": {"kind": "local"}},
+        {"parallel.compression": {"kind": "sign"}},
+        {"parallel.compression": {"kind": "sign"}, "parallel.update": {"kind": "server"}},
+    ],
+)
+def test_parameters_that_are_not_trained_stay_as_they_are(plan, tmp_path):
+    settings = {**SMALL, "network": {"kind": "custom"}, "learners": 2, **plan}
+    del settings["network.hidden"]
+    run = api.train(short(env_steps=400, **settings), run_dir=tmp_path / "run", seed=3, network=PartlyFrozen)
+    assert run.summary["updates"] > 40
+    kept = dict(api.load(run.dir, network=PartlyFrozen).network.named_parameters())
+    (bias,) = [value for name, value in kept.items() if name.endswith("fixed.bias")]
+    assert (bias == 0.25).all()
+
+
+class SteepOnce(nn.Module):
+    """A torso whose values are finite, but now and then, on the second rank alone, not one of its slopes."""
+
+    out_features = 16
+
+    def __init__(self, spec: Any) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 16), nn.Linear(16, 16)
+        self.calls = 0
+
+    def forward(self, observation: Any) -> Any:
+        self.calls += 1
+        features = self.second(torch.relu(self.first(observation)))
+        if threading.current_thread().name == "rank 1" and torch.is_grad_enabled() and self.calls % 37 == 0:
+            features = features + 0 * (self.second.bias * 0).abs().sqrt().sum()
+        return features
+
+
+@pytest.mark.parametrize("plan", [{}, {"parallel.compression": {"kind": "sign"}}])
+def test_a_rank_whose_gradient_alone_is_not_finite_is_named(plan, tmp_path):
+    settings = {**SMALL, "network": {"kind": "custom"}, "learners": 2, **plan}
+    del settings["network.hidden"]
+    run = api.train(short(env_steps=600, **settings), run_dir=tmp_path / "run", seed=3, network=SteepOnce)
+    skipped = said(run, "skipped_update")
+    assert skipped
+    assert all(text.endswith("(learner 1)") for text in skipped)

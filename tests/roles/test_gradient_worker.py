@@ -17,7 +17,7 @@ from qfleet.algo.agent import HardTargetConfig, ReplayAgent, RolloutAgent, SoftT
 from qfleet.algo.heads import QuantileConfig
 from qfleet.algo.optim import AdamConfig, SgdConfig
 from qfleet.core import codec
-from qfleet.core.errors import ConfigError, QfleetError
+from qfleet.core.errors import CheckpointError, ConfigError, QfleetError
 from qfleet.core.gradients import ParameterSlice
 from qfleet.core.role import DONE, WORKED, Idle
 from qfleet.core.types import Batch, Version
@@ -402,6 +402,18 @@ def transplanted(fleet: Fleet, fresh: Fleet) -> Fleet:
     for old, new in zip(fleet.batches, fresh.batches, strict=True):
         new.queue = deque(old.queue)
     return fresh
+
+
+def test_a_gradient_on_its_way_in_another_form_is_refused() -> None:
+    """A server would read it as what it is not: the sizes of signs as the first values of float16."""
+    fleet = Fleet(compression=SignConfig())
+    fleet.batches[0].send(*batches(1))
+    while not fleet.pushes[0][0].queue:
+        for role in fleet.roles:
+            if not fleet.pushes[0][0].queue:
+                role.step()
+    with pytest.raises(CheckpointError, match=r"as 'sign', not 'fp16': resume with .* 'sign'"):
+        transplanted(fleet, Fleet(compression=Fp16Config()))
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "stale"])

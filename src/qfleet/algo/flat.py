@@ -29,8 +29,9 @@ class FlatParameters:
     """[P] float32: everything that is optimised."""
     gradients: Tensor
     """[P] float32: the gradients of `parameters`."""
-    padding: Tensor
-    """[K] where `parameters` has padding: whatever computes gradients must leave zeros there."""
+    untrained: Tensor
+    """[K] where `parameters` has padding, or values that need no gradient: whatever computes gradients must leave zeros
+    there."""
     buffers: Tensor
     """[Q] float32 bits of the persistent buffers: transferred, never optimised or averaged."""
 
@@ -49,9 +50,9 @@ class FlatParameters:
         for parameter, view in _views(parameters.values(), self.gradients):
             parameter.grad = view
         used = torch.zeros(size)
-        for _, view in _views(parameters.values(), used):
-            view.fill_(1.0)
-        self.padding = (used == 0).nonzero().flatten().to(device)
+        for parameter, view in _views(parameters.values(), used):
+            view.fill_(float(parameter.requires_grad))
+        self.untrained = (used == 0).nonzero().flatten().to(device)
         self._places = [(*holder, _place(holder[1][holder[2]])) for holder in _holders(module)]
 
     def zero_grad(self) -> None:

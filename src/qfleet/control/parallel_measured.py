@@ -69,12 +69,13 @@ def plan_learners(
     resources: Resources,
     say: Say,
     fresh: bool = False,
-    compressions: Sequence[Compression] = (),
+    forms: Callable[[int], Sequence[Compression]] = lambda values: (),
 ) -> tuple[Choice, Work]:
     """Return how ranks on this machine would best share an update of the learner, and what the whole of it costs.
 
-    `key` holds all that decides about an update, as `machine.key_of` returns it.
+    `key` holds all that decides about an update, as `machine.key_of` returns it; `forms` gives the compressed forms of
+    so many values that are considered.
     """
     work = known_work(setup, key, say, fresh)
     site = site_of(setup.device, resources, known_links(resources, say, fresh))
-    return weigh(work, site, compressions), work
+    return weigh(work, site, forms(work.parameters)), work

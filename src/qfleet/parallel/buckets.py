@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from qfleet.parallel.group import Group
@@ -54,11 +55,17 @@ class BucketedSum:
             piece.end()
         self._begun = 0
 
+    @property
+    def spoiled(self) -> bool:
+        """Whether this rank's own part of the last sum was not finite; waits for the device."""
+        return any(not bool(piece.finite) for piece in self._pieces)
+
     def _add(self, parameters: list[nn.Parameter], begin: int, end: int) -> None:
         assert self._gradients is not None
-        piece = _Piece(self._group, self._gradients[begin:end], len(parameters))
+        trained = [parameter for parameter in parameters if parameter.requires_grad]  # no other gets a gradient
+        piece = _Piece(self._group, self._gradients[begin:end], len(trained))
         self._pieces.append(piece)
-        for parameter in parameters:
+        for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._counting(piece))  # type: ignore[no-untyped-call]
 
     def _counting(self, piece: _Piece) -> Callable[[Tensor], None]:
@@ -84,9 +91,12 @@ class _Piece:
     def __init__(self, group: Group, gradients: Tensor, parameters: int) -> None:
         self._group, self._gradients, self._parameters = group, gradients, parameters
         self.missing = parameters
+        self.finite = torch.ones((), dtype=torch.bool)
+        """Whether this rank's own gradients were, of which the sum leaves nothing."""
         self._work: Any = None
 
     def begin(self) -> None:
+        self.finite = self._gradients.sum().isfinite()
         self._work = self._group.begin_all_reduce(self._gradients)
 
     def end(self) -> None:

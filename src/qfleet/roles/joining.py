@@ -54,7 +54,6 @@ class Joining:
         self._buckets = BucketedSum(group)
         self._compressor: Compressor | None = None
         self._compressed: CompressedSum | None = None
-        self._spoiled = False
         self._sums = self._bytes = 0
 
     @property
@@ -78,7 +77,7 @@ class Joining:
             own = seeding.torch_stream(self._seed, "learner", self._group.rank, "compression", device=flat.device)
             self._compressor = make_compressor(self._config.compression, flat.numel(), layers, own)
             self._compressed = CompressedSum(self._compressor, self._group)
-            self._padding = update.flat.padding
+            self._untrained = update.flat.untrained
         elif not self.apart:
             self._buckets.attach(update.online, update.flat.gradients)
 
@@ -87,9 +86,8 @@ class Joining:
         self._sums += 1
         if self._compressed is not None:
             self._compressed(vector)
-            vector.index_fill_(0, self._padding, 0.0)  # a sign is never zero
+            vector.index_fill_(0, self._untrained, 0.0)  # a sign is never zero
             return
-        self._spoiled = not bool(vector[:1].isfinite())  # where a loss that is not finite has left its mark
         self._bytes += reduced_bytes(vector, self._group.size)
         self._buckets(vector)
 
@@ -99,7 +97,7 @@ class Joining:
             return [self._group.rank]  # who learns apart skips apart
         if self._compressed is not None:
             return [] if self._compressed.culprit is None else [self._compressed.culprit]
-        flags = self._group.all_gather(torch.tensor([int(self._spoiled)]))
+        flags = self._group.all_gather(torch.tensor([int(self._buckets.spoiled)]))
         return [rank for rank, flag in enumerate(flags) if flag.item()]
 
     def meet(self, update: Update, updates: int, drawn: tuple[int, int] = (0, 0)) -> None:

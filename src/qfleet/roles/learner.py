@@ -256,7 +256,7 @@ class Learner(Role):
         self._forgiven = max(self._forgiven - result.skipped, 0)
         text = f"update {self._updates + 1}: the loss or its gradient is not finite; the update was skipped"
         if self._joining is not None and (ranks := self._joining.blamed()):
-            text += f" (the loss of learner {', '.join(map(str, ranks))})"
+            text += f" (learner {', '.join(map(str, ranks))})"
         if self._skips >= self._setup.learner.skips:
             raise QfleetError(
                 f"{self._skips} updates in a row were not finite (NaN or infinity), the last one update"

@@ -62,8 +62,8 @@ class ParameterServer(Role):
         whole = flat.parameters
         part = cut(len(whole), setup.serving.servers)[setup.index]
         first = whole[part]
-        own = (flat.padding >= part.start) & (flat.padding < part.stop)
-        self._padding = flat.padding[own] - part.start
+        own = (flat.untrained >= part.start) & (flat.untrained < part.stop)
+        self._untrained = flat.untrained[own] - part.start
         self._flat = FlatParameters(_Slice(first))
         # Behind the slice may be a few zeros of padding.
         self._parameters, self._gradient = self._flat.parameters[: len(first)], self._flat.gradients[: len(first)]
@@ -169,7 +169,7 @@ class ParameterServer(Role):
             return False
         self._codec.add(push.payload, row.zero_())
         if self._setup.compression.kind != "none":
-            row.index_fill_(0, self._padding, 0.0)  # a sign is never zero
+            row.index_fill_(0, self._untrained, 0.0)  # a sign is never zero
         finite = math.isfinite(torch.linalg.vector_norm(row).item())
         if not finite:
             row.fill_(math.nan)

@@ -12,7 +12,7 @@ from torch import Tensor
 from qfleet.algo.flat import FlatParameters, checksum
 from qfleet.algo.networks import QNetwork
 from qfleet.core import seeding
-from qfleet.core.errors import QfleetError
+from qfleet.core.errors import CheckpointError, QfleetError
 from qfleet.core.failpoints import failpoint
 from qfleet.core.gradients import GradientPush, ParameterSlice
 from qfleet.core.protocols import Sender, Subscriber
@@ -52,7 +52,7 @@ class ServerLink:
         self._worker, self._sync, self._flat = setup.index, setup.serving.mode == "sync", flat
         self._pushes, self._subscribers = ends
         size, servers = len(flat.parameters), len(self._pushes)
-        self._cuts = cut(size, servers)
+        self._cuts, self._form = cut(size, servers), setup.compression.kind
         self._compressors = [
             _compressor(setup, server, part, network.parameters()) for server, part in enumerate(self._cuts)
         ]
@@ -175,12 +175,18 @@ class ServerLink:
             "unsent": list(self._unsent),
             "slices": [None if piece is None else dataclasses.asdict(piece) for piece in self._slices],
             "loaded": list(self._loaded),
+            "form": self._form,
             "compressors": [compressor.state_dict() for compressor in self._compressors],
             "bytes_sent": self.bytes_sent,
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from `state_dict`."""
+        """Continue from `state_dict`; a gradient on its way has the form that it was saved in."""
+        if (form := state.get("form", self._form)) != self._form:  # version 0.1 has none
+            raise CheckpointError(
+                f"the gradients on their way were saved as '{form}', not '{self._form}': resume with"
+                f" parallel.compression.kind '{form}'"
+            )
         self._marks[:], self._origin[:] = state["marks"], state.get("origin", 0)  # version 0.1 has none
         self._outgoing.copy_(state["outgoing"])
         self._unsent, self._loaded = list(state["unsent"]), list(state["loaded"])

@@ -45,7 +45,7 @@ class SignConfig(Config):
 
 
 class TopKConfig(Config):
-    """The largest values and their places; the default sends 285 times fewer bytes once the warm-up is over.
+    """The largest values and their places; the default sends 284 times fewer bytes once the warm-up is over.
 
     A value that waits gathers momentum, so that it is as large when it is sent as if all had been sent at once.
     """

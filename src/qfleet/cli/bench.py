@@ -187,7 +187,7 @@ def run(words: Sequence[str]) -> int:
 
 def _with_files(words: Sequence[str]) -> list[str]:
     """Return the words with a file behind `--json` where there is none."""
-    following = [*words[1:], "--"]
+    following = [*words, "--"][1:]
     bare = [word == "--json" and after.startswith("--") for word, after in zip(words, following, strict=True)]
     return [f"--json={_PRINTED}" if alone else word for word, alone in zip(words, bare, strict=True)]
 

@@ -66,6 +66,11 @@ def fingerprint(run: api.Run) -> dict[str, str]:
     return {"model": hashlib.sha256((run.dir / "model" / "model.safetensors").read_bytes()).hexdigest(), **states}
 
 
+def states(run: api.Run) -> dict[str, str]:
+    """Hashes of the kept model and of the roles' last states; each placement has its own way to save edges."""
+    return {name: value for name, value in fingerprint(run).items() if ".ends" not in name and "/edges" not in name}
+
+
 def digest(state: Any) -> str:
     """Return a hash of a saved state; equal states have equal ones, to the bit."""
     header, arrays = codec.pack(_undivided(state))

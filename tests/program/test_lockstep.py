@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program_cases import fingerprint, short, stop_at
+from program_cases import short, states, stop_at
 
 import qfleet.api as api
 from qfleet.core.errors import ConfigError
@@ -60,11 +60,6 @@ class Records:
 
     def close(self) -> None:
         pass
-
-
-def states(run: api.Run) -> dict[str, str]:
-    """Hashes of the kept model and of the roles' last states; each placement has its own way to save edges."""
-    return {name: value for name, value in fingerprint(run).items() if ".ends" not in name and "/edges" not in name}
 
 
 def in_order(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from program_cases import fingerprint, short, stop_at
+from program_cases import short, states, stop_at
 
 import qfleet.api as api
 from qfleet.core.errors import ConfigError
@@ -31,11 +31,6 @@ def tiny(algo: str, placement: str) -> Experiment:
         "lockstep": True,
     }
     return short(algo, "cartpole", **small, placement=placement)
-
-
-def states(run: api.Run) -> dict[str, str]:
-    """Hashes of the kept model and of the roles' last states; each placement has its own way to save edges."""
-    return {name: value for name, value in fingerprint(run).items() if ".ends" not in name and "/edges" not in name}
 
 
 @pytest.mark.parametrize(

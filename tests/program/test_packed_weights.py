@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from program_cases import fingerprint, short, stop_at
+from program_cases import fingerprint, short, states, stop_at
 
 import qfleet.api as api
 
@@ -16,10 +16,6 @@ DELTA: dict[str, Any] = {"learner.weights": {"kind": "delta", "keyframe_period":
 
 def last_record(run: api.Run) -> dict[str, Any]:
     return json.loads((run.dir / "metrics.jsonl").read_text().splitlines()[-1])
-
-
-def states(run: api.Run) -> dict[str, str]:
-    return {name: value for name, value in fingerprint(run).items() if ".ends" not in name and "/edges" not in name}
 
 
 def test_every_form_runs_inline_and_takes_the_bytes_it_should(tmp_path):

@@ -44,7 +44,6 @@ class SignCodec(Codec):
         self._factored = [_Factored(matrix) for matrix in large]
         ends = zip([0, *(m.stop for m in large)], [*(m.start for m in large), size], strict=True)
         self._rest = [(start, stop) for start, stop in ends if stop > start]
-        self._rest_size = sum(stop - start for start, stop in self._rest)
         self._positive = torch.zeros(-(-size // 8) * 8, dtype=torch.bool, device=device)
         self._signs_room = torch.zeros(-(-size // 8), 8, device=device)
         self._sizes_room = torch.zeros(size, device=device)

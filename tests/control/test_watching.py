@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,6 +91,10 @@ class ThreeActors:
         return []
 
     def pause(self) -> None: ...
+
+    def attend(self, seconds: float) -> None:
+        """The last checkpoint is written by a thread, which may be slower than the monitor."""
+        time.sleep(seconds)
 
 
 @pytest.mark.parametrize(("wanted", "placement"), [("on", "processes"), ("off", "processes"), ("on", "inline")])

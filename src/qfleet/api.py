@@ -165,6 +165,8 @@ def resume(
     *,
     env_steps: int | None = None,
     placement: str | None = None,
+    learners: int | None = None,
+    parallel: Mapping[str, Any] | None = None,
     env: Factory | None = None,
     network: Callable[..., Any] | None = None,
     callbacks: Callbacks | None = None,
@@ -172,14 +174,16 @@ def resume(
 ) -> Run:
     """Go on with a run from its newest good checkpoint, to its budget or to a new one of `env_steps`.
 
-    With another `placement` the same roles go on there. A run that ended before its first checkpoint begins anew. One
-    that reached its target is tested once more; with a new budget it goes on.
+    With another `placement` the same roles go on there; with other `learners` or settings of `parallel`, by their names
+    in it, others learn from now on. A run that ended before its first checkpoint begins anew. One that reached its
+    target is tested once more; with a new budget it goes on.
     """
     run = RunDir.existing(_directory(run_dir))
     experiment = Experiment.from_yaml(run.config)  # before the run is taken over from anybody
     with run:
         found = checkpoint.newest_good(run.checkpoints) if checkpoint.complete(run.checkpoints) else None
-        asked = {"env_steps": env_steps, "placement": placement}
+        asked = {"env_steps": env_steps, "placement": placement, "learners": learners, "parallel": parallel}
+        before = run.config.read_text()
         if changes := {name: value for name, value in asked.items() if value is not None}:
             experiment = _changed(experiment, changes, run, found)
             run.write(run.config, experiment.to_yaml())
@@ -188,7 +192,12 @@ def resume(
             experiment = experiment.replace(warm_start=None)  # the checkpoint has what came of it
         code, extended = UserCode(network, env), env_steps is not None
         session = Session(experiment, code, run, callbacks or Callbacks(), sinks, extended)
-        return Run(run.path, session.carry_out(found))
+        try:
+            return Run(run.path, session.carry_out(found))
+        except BaseException:
+            if not run.begun:  # what was asked for cannot be done: the next try finds the run as it was
+                run.write(run.config, before)
+            raise
 
 
 def _changed(
@@ -204,7 +213,7 @@ def _changed(
         what = "one fused loop" if experiment.fused else "a pipeline of roles"
         raise ConfigError(
             f"the run in {run.path} is {what}, which placement '{changed.placement}' would arrange anew:"
-            " train with --topology pipeline what is to change its placement"
+            " train with --topology pipeline what is to change its placement or its learners"
         )
     return changed
 

@@ -259,12 +259,15 @@ class Experiment(Config):
 
     @property
     def arrangement(self) -> dict[str, int | str]:
-        """What a checkpoint is bound to: who learns, who keeps the parameters and by which books."""
+        """What of a checkpoint depends on who learns; a run with another one has it rearranged before it goes on."""
         serving = self.serving
         return {
-            "learner ranks (learners times parallel.tensor times parallel.pipeline)": self.rank_seats,
-            "parallel.update.servers": 0 if serving is None else serving.servers,
-            "rounds": "sync" if serving is not None and serving.mode == "sync" else "none",
+            "ranks": self.rank_seats,
+            "split": self.split,
+            "one role": int(self.placement == "inline" and self.learners > 1),
+            "servers": 0 if serving is None else serving.servers,
+            "mode": "" if serving is None else serving.mode,
+            "gradients": "" if serving is None else self.parallel.compression.kind,
         }
 
     @property

@@ -36,6 +36,7 @@ from qfleet.observe.prometheus import PrometheusSink
 from qfleet.observe.sinks import JsonlSink, Sink
 from qfleet.observe.trackers import TensorBoardSink, WandbSink
 from qfleet.program import absent, build_program, outlived, place
+from qfleet.rearranging import rearranged
 from qfleet.roles.evaluator import play
 from qfleet.runtime import checkpoint
 from qfleet.runtime.graph import open_handles
@@ -136,13 +137,15 @@ class Session:
     def _carry_out(self, restore: checkpoint.Found | None, whole: ExitStack) -> dict[str, Any]:
         """Train to the end or to a failure; `whole` is closed when there is no further try."""
         self._interrupts.heed()
-        if restore is not None:
-            _require_same_arrangement(self.experiment, restore)
+        moved = restore is not None and _rearranged(self.experiment, restore)
         spec, grade = self._look_at_environment()
         plan = Plan.from_yaml(self.run.plan) if self.run.plan.is_file() else None
         require_able(self.experiment, spec, self.code)
         require_shared_memory(self.experiment, spec, self.code)
         program = build_program(self.experiment, spec, self.code, self.run.epoch.folder)
+        if restore is not None and moved:
+            restore = rearranged(restore, program, self.experiment, self.run.epoch)
+            grade = "episode"
         if not self._opened:
             self._opened = [whole.enter_context(_closing(sink)) for sink in [*self._own_sinks(), *self.sinks]]
         with ExitStack() as stack:
@@ -337,15 +340,20 @@ def play_episodes(
     return np.asarray(returns)
 
 
-def _require_same_arrangement(experiment: Experiment, restore: checkpoint.Found) -> None:
-    """Refuse a checkpoint of other learners or servers than this run has; older ones do not say whose they are."""
+def _rearranged(experiment: Experiment, restore: checkpoint.Found) -> bool:
+    """Return whether a checkpoint was saved by other learners; refuses those of other fused loops.
+
+    Each of these has its own environments and memory. Older checkpoints do not say whose they are.
+    """
     own = experiment.arrangement
-    saved = {**own, **restore.manifest.get("arrangement", {})}
-    if other := [f"{name} {saved[name]}, and this run has {own[name]}" for name in own if saved[name] != own[name]]:
+    saved = {name: restore.manifest.get("arrangement", {}).get(name, value) for name, value in own.items()}
+    if experiment.fused and saved != own:
         raise CheckpointError(
-            f"{restore.directory} was saved with {'; with '.join(other)}: resume with the learners and parallel"
-            " settings that it was saved with, or begin a new run with its model (warm_start)"
+            f"{restore.directory} was saved with {saved['ranks']} fused loops in"
+            f" {'one process' if saved['one role'] else 'processes'}: resume with that number in that placement, or"
+            " begin a new run with its model (warm_start)"
         )
+    return saved != own
 
 
 def _tell_damage(monitor: Monitor, restore: checkpoint.Found) -> None:

@@ -12,7 +12,7 @@ from program_cases import digest, fingerprint, short, stop_at
 from torch import nn
 
 import qfleet.api as api
-from qfleet.core.errors import CheckpointError, ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.experiment import Experiment, with_changes
 from qfleet.runtime import checkpoint
 
@@ -91,21 +91,21 @@ def test_what_no_ranks_could_split_is_refused_inline_as_well(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "words"),
+    ("before", "after"),
     [
-        ({"learners": 3}, {"learners": 2}, r"learner ranks .* 3, and this run has 2"),
-        ({"learners": 2}, {"learners": 1}, r"learner ranks .* 2, and this run has 1"),
-        ({}, {"learners": 2}, r"learner ranks .* 1, and this run has 2"),
-        (SERVERS, {"parallel.update.mode": "async"}, r"rounds sync, and this run has none"),
-        (SERVERS, {"parallel.update.kind": "allreduce"}, r"parallel\.update\.servers 2, and this run has 0"),
+        ({"learners": 3}, {"learners": 2}),
+        ({}, {"learners": 2}),
+        (SERVERS, {"parallel.update.mode": "async"}),
+        (SERVERS, {"parallel.update.kind": "allreduce"}),
     ],
 )
-def test_a_checkpoint_of_other_learners_is_refused_with_what_it_needs(before, after, words, tmp_path):
+def test_a_run_whose_settings_name_other_learners_goes_on_with_those(before, after, tmp_path):
     run = trained(tmp_path, "run", **before)
     config = run.dir / "config.yaml"
     config.write_text(with_changes(Experiment.from_yaml(config), {**after, "placement": "inline"}).to_yaml())
-    with pytest.raises(CheckpointError, match=rf"was saved with {words}.*: resume with"):
-        api.resume(run.dir, env_steps=800)
+    further = api.resume(run.dir, env_steps=800)
+    assert further.summary["updates"] > run.summary["updates"]
+    assert further.summary["env_steps"] >= 800
 
 
 class PartlyFrozen(nn.Module):

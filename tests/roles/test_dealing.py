@@ -13,7 +13,10 @@ from role_cases import Edge
 from test_lives import Keep, next_life, with_keep
 from test_replay_shard import experience, make_shard
 
+from qfleet.core import codec
 from qfleet.core.spec import PLAIN
+from qfleet.core.types import Batch
+from qfleet.roles.dealing import joined, share_of
 from qfleet.roles.replay_shard import ReplayShard, ShardHandles
 
 
@@ -128,3 +131,27 @@ def test_a_rank_that_left_for_good_gets_nothing_and_holds_nobody_up():
     assert parts[2] is None
     assert [part.parts for part in parts[:2]] == [2, 2]
     assert sum(len(part.index) for part in parts[:2]) == 6
+
+
+@given(rows=st.integers(1, 40), before=st.integers(1, 6), after=st.integers(1, 6))
+def test_shares_of_a_draw_make_the_draw_again_however_it_is_cut(rows: int, before: int, after: int) -> None:
+    numbers = np.arange(rows)
+    draw = Batch(
+        observation={"": np.arange(3.0 * rows, dtype=np.float32).reshape(rows, 3)},
+        action=numbers,
+        reward=numbers.astype(np.float32),
+        discount=np.ones(rows, np.float32),
+        next_observation={"": np.zeros((rows, 3), np.float32)},
+        weight=np.ones(rows, np.float32),
+        index=numbers[::-1].copy(),
+        generation=numbers,
+        next_mask=numbers[:, None] > np.arange(2),
+        draw=7,
+    )
+    shares = [share_of(draw, replica, before) for replica in range(before)]
+    again = joined(shares)
+    for replica in range(after):
+        found, expected = (codec.pack(share_of(one, replica, after)) for one in (again, draw))
+        assert found[0] == expected[0]
+        for one, other in zip(found[1], expected[1], strict=True):
+            np.testing.assert_array_equal(one, other)

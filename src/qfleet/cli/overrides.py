@@ -24,6 +24,18 @@ def override(experiment: Experiment, given: Sequence[Given], own: Sequence[str])
     Nothing is checked across settings before all are set, so that the order of flags does not matter. `own` names the
     verb's own options, which a misspelt flag may have meant.
     """
+    tree, changes = _changed(experiment, given, own)
+    place_learners(tree, changes)
+    return parse_experiment(tree, "settings"), changes
+
+
+def read_changes(experiment: Experiment, given: Sequence[Given]) -> Tree:
+    """Return the values that flags give an experiment's settings, by dotted name; whether they fit is not checked."""
+    return _changed(experiment, given, ())[1]
+
+
+def _changed(experiment: Experiment, given: Sequence[Given], own: Sequence[str]) -> tuple[Tree, Tree]:
+    """Return the experiment's values with all flags applied, and the changed ones by dotted name."""
     tree = experiment.model_dump(mode="json")
     flags = {ALIASES.get(flag.name, flag.name): flag for flag in given}
     if len(flags) < len(given):
@@ -45,8 +57,7 @@ def override(experiment: Experiment, given: Sequence[Given], own: Sequence[str])
     for name in [name for name in flags if name not in changes]:
         changes[name] = read_value(settings[name], flags[name], flags[name].texts)
         _put(tree, name, changes[name])
-    place_learners(tree, changes)
-    return parse_experiment(tree, "settings"), changes
+    return tree, changes
 
 
 def visible_settings(experiment: Experiment) -> list[Setting]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,10 +109,10 @@ class Dealing:
         """Send `ranks` their parts of a draw that is counted already."""
         for rank in ranks:
             replica = rank // self._split
-            self._batches[rank].send(batch if batch.parts == 1 else _every(batch, replica, batch.parts))
+            self._batches[rank].send(batch if batch.parts == 1 else share_of(batch, replica, batch.parts))
 
 
-def _every(batch: Drawn, replica: int, replicas: int) -> Drawn:
+def share_of(draw: Drawn, replica: int, replicas: int) -> Drawn:
     """Return the rows of one replica: every so many strata of the one global draw."""
 
     def part(value: Any) -> Any:
@@ -121,4 +122,22 @@ def _every(batch: Drawn, replica: int, replicas: int) -> Drawn:
             return {name: part(leaf) for name, leaf in value.items()}
         return value
 
-    return dataclasses.replace(batch, **{f.name: part(getattr(batch, f.name)) for f in dataclasses.fields(batch)})
+    return dataclasses.replace(draw, **{f.name: part(getattr(draw, f.name)) for f in dataclasses.fields(draw)})
+
+
+def joined(shares: Sequence[Drawn]) -> Drawn:
+    """Return the draw of which all replicas, in their order, got these shares."""
+
+    def whole(values: Sequence[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, np.ndarray):
+            rows = np.empty((sum(map(len, values)), *first.shape[1:]), first.dtype)
+            for replica, value in enumerate(values):
+                rows[replica :: len(values)] = value
+            return rows
+        if isinstance(first, dict):
+            return {name: whole([value[name] for value in values]) for name in first}
+        return first
+
+    names = [f.name for f in dataclasses.fields(shares[0])]
+    return dataclasses.replace(shares[0], **{name: whole([getattr(one, name) for one in shares]) for name in names})

@@ -271,7 +271,10 @@ class GradientWorker(Role):
     def load_state_dict(self, state: State) -> None:
         """Continue."""
         self._load(state)
-        self._link.load_state_dict(state["link"])
+        if "link" in state:
+            self._link.load_state_dict(state["link"])
+        else:  # others learned before it
+            self._link.begin_after(state["sequence"])
         self._turns[self._link.sequence % 2] = self._feed.turns
         self._commit()
 

@@ -166,6 +166,10 @@ class ServerLink:
         for sender in self._pushes:
             sender.close()
 
+    def begin_after(self, sequence: int) -> None:
+        """Have nothing on its way, and so many gradients behind it."""
+        self._marks[0], self._unsent = sequence, []
+
     def state_dict(self) -> State:
         """Return what is on its way, and the newest slices."""
         return {

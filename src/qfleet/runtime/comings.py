@@ -277,7 +277,7 @@ class ComingsPlacement(RevivingPlacement):
         if (directory / f"{_AWAY}.msgpack").exists():  # older checkpoints have none
             self._former_lives = int(checkpoint.read_state(directory, _AWAY)["lives"])
         for name in self._away:
-            if (directory / f"{name}{edgestates.OWN}.msgpack").exists():
+            if edgestates.known(directory, name):
                 own = OpenEnds(self._ports[name].open)
                 open_handles(self._nodes[name].handles, own.open)
                 own.restore(directory, name)

@@ -22,6 +22,11 @@ def end_key(edge: str, side: str, reader: int) -> str:
     return f"{edge}/{side}/{reader}"
 
 
+def known(directory: Path, owner: str) -> bool:
+    """Return whether a checkpoint has edges of an owner: those of one who was away may be missing."""
+    return _exists(directory, f"{owner}{OWN}") or _exists(directory, WHOLE)
+
+
 def of_owner(directory: Path, owner: str, keys: list[str]) -> State:
     """Return the states of an owner's ends; those that no run of this arrangement wrote are left out."""
     if _exists(directory, f"{owner}{OWN}"):

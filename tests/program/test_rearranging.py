@@ -1,0 +1,150 @@
+"""A run goes on with other learners than it was saved with: with each draw once, and as one that never changed them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from program_cases import digest, short, stop_at
+
+import qfleet.api as api
+from qfleet.core import codec
+from qfleet.core.errors import CheckpointError, ConfigError
+from qfleet.core.role import State
+from qfleet.experiment import Experiment
+from qfleet.presets import preset
+from qfleet.runtime import checkpoint
+
+SLOW = pytest.mark.slow
+PRIORITISED = {"replay.sampler": {"kind": "prioritised"}}
+WHOLE: dict[str, Any] = {
+    "tensor": 1,
+    "pipeline": 1,
+    "update": {"kind": "allreduce"},
+    "compression": {"kind": "none"},
+}
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "data 2": (2, {}),
+    "data 3": (3, {}),
+    "tensor 2": (1, {"tensor": 2}),
+    "pipeline 2": (1, {"pipeline": 2}),
+    "data 2 x tensor 2": (2, {"tensor": 2}),
+    "sharded": (2, {"update": {"kind": "sharded"}}),
+    "local": (2, {"update": {"kind": "local", "period": 4}}),
+    "topk": (2, {"compression": {"kind": "topk"}}),
+    "sync": (2, {"update": {"kind": "server", "servers": 2, "mode": "sync"}}),
+    "async": (3, {"update": {"kind": "server", "servers": 2, "mode": "async"}}),
+    "stale, top-k": (2, {"update": {"kind": "server", "mode": "stale"}, "compression": {"kind": "topk"}}),
+}
+
+
+def in_turns(**changes: Any) -> Experiment:
+    """Return a run whose roles take turns, with messages under way whenever it is cut."""
+    small: dict[str, Any] = {
+        "env_steps": 400,
+        "actors": 2,
+        "actor.envs": 4,
+        "learner.learning_starts": 100,
+        "learner.batch_size": 12,
+        "learner.train_period": 8.0,
+        "network.hidden": [16],
+        "evaluation.every": 100,
+        "evaluation.max_episode_steps": 40,
+        "topology": "pipeline",
+        "lockstep": True,
+        "placement": "inline",
+    }
+    return short("dqn", "cartpole", **{**small, **changes})
+
+
+def last(run: api.Run, name: str) -> State:
+    return checkpoint.read_state(checkpoint.newest_good(run.dir / "checkpoints").directory, name)
+
+
+def resumed(run: api.Run, plan: str, **more: Any) -> api.Run:
+    learners, parallel = PLANS[plan]
+    return api.resume(run.dir, learners=learners, parallel={**WHOLE, **parallel}, **more)
+
+
+@pytest.mark.parametrize(
+    ("plans", "changes"),
+    [
+        (["data 2", "data 3"], {}),
+        (["sync"], {}),
+        (["data 2", "data 3"], PRIORITISED),
+        pytest.param(["data 3", "data 2"], {"replay.shards": 2}, marks=SLOW),
+        pytest.param(["data 3", "sync"], {"replay.shards": 2, **PRIORITISED}, marks=SLOW),
+        pytest.param(["data 2", "sync", "data 3"], {}, marks=SLOW),
+        pytest.param(["data 2"], {"learner.updates_per_draw": 2, "learner.batch_size": 16}, marks=SLOW),
+    ],
+)
+def test_its_draws_and_updates_are_those_of_a_run_that_never_changed(plans, changes, tmp_path):
+    uncut = api.train(in_turns(**changes), seed=5, run_dir=tmp_path / "uncut")
+    run = api.train(in_turns(**changes), seed=5, run_dir=tmp_path / "run", callbacks=stop_at(150))
+    for number, plan in enumerate(plans, 2):
+        run = resumed(run, plan, placement="inline", callbacks=stop_at(90 * number))
+    run = resumed(run, "one", placement="inline")
+    assert run.summary["updates"] == uncut.summary["updates"]
+    generators = [digest(last(one, "replay-0")["replay"]["rng"]) for one in (uncut, run)]
+    assert generators[0] == generators[1], "as many random numbers were drawn"
+    expected, found = (last(one, "learner-0") for one in (uncut, run))
+    assert found["counters"] == expected["counters"]
+    if changes.get("replay.sampler") is None:  # priorities that differ by a rounding lead to other draws
+        pairs = zip(codec.pack(found["update"])[1], codec.pack(expected["update"])[1], strict=True)
+        for one, other in pairs:
+            np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+
+
+def everything(env_steps: int, **changes: Any) -> Experiment:
+    settings: dict[str, Any] = {
+        "placement": "processes",
+        "network.hidden": [32, 32],
+        "learner.publish_period": 8,
+        **PRIORITISED,
+    }
+    return short(env_steps=env_steps, **{**settings, **changes})
+
+
+@pytest.mark.parametrize("plans", [["async"], pytest.param([*PLANS, "async", "one"], marks=SLOW)], ids=len)
+def test_one_run_goes_through_plans_in_processes_and_learns_from_each_draw_once(plans, tmp_path):
+    run = api.train(everything(600), seed=3, run_dir=tmp_path / "run", callbacks=stop_at(500))
+    steps = [run.summary["env_steps"]]
+    for number, plan in enumerate(plans, 2):
+        cut = stop_at(600 * number - 100)  # in the middle, with batches, priorities and gradients on their way
+        run = resumed(run, plan, env_steps=600 * number, callbacks=cut)
+        steps.append(run.summary["env_steps"])
+    run = api.resume(run.dir)
+    assert steps == sorted(steps)
+    # A gradient that was on its way to a server is left out when the servers are: at most two of each worker.
+    lost = 2 * sum(PLANS[plan][0] for plan in plans if "update" in PLANS[plan][1])
+    owed = (run.summary["env_steps"] - 200) / 4
+    assert owed - lost - 1 <= run.summary["updates"] <= owed + 1
+    assert run.summary["resume_grade"] == "episode"
+
+
+def test_ranks_in_one_process_and_in_their_own_read_each_others_checkpoints(tmp_path):
+    run = api.train(in_turns(learners=2, lockstep=False), seed=5, run_dir=tmp_path / "run", callbacks=stop_at(150))
+    run = api.resume(run.dir, placement="processes", callbacks=stop_at(250))
+    run = api.resume(run.dir, placement="inline")
+    assert run.summary["updates"] == (run.summary["env_steps"] - 100) // 8
+    first, second = (rank["update"]["step"]["weights"] for rank in last(run, "learner-0")["ranks"])
+    np.testing.assert_array_equal(first, second)
+
+
+def test_what_cannot_be_done_leaves_the_run_as_it_was(tmp_path):
+    run = api.train(in_turns(lockstep=False), seed=5, run_dir=tmp_path / "run", callbacks=stop_at(150))
+    before = (run.dir / "config.yaml").read_bytes()
+    with pytest.raises(ConfigError, match="tensor 3"):
+        api.resume(run.dir, placement="processes", parallel={"tensor": 3})
+    assert (run.dir / "config.yaml").read_bytes() == before
+    assert api.resume(run.dir).summary["env_steps"] >= 400
+
+
+def test_other_fused_loops_are_refused_with_what_fits(tmp_path):
+    loop = short("pqn", "cartpole", 2048, topology="auto", env=preset("cartpole").env, learners=2, placement="inline")
+    run = api.train(loop, seed=5, run_dir=tmp_path / "run", callbacks=stop_at(1000))
+    with pytest.raises(CheckpointError, match="saved with 2 fused loops in one process"):
+        api.resume(run.dir, learners=1)
+    assert api.resume(run.dir).summary["env_steps"] >= 2048

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ class Breaker(threading.Thread):
         self.placement: Any = None
         self.killed: list[tuple[str, str]] = []
         """Role and phase of each process that was killed."""
+        self.times: list[float] = []
+        """When that was."""
         self.paused = 0
 
     def run(self) -> None:
@@ -53,17 +56,20 @@ class Breaker(threading.Thread):
             self._over.wait(self._rng.uniform(0, PAUSED_S))
             os.kill(pids[name], signal.SIGCONT)
             self.paused += 1
-        elif pids[name] not in self._broken:
-            self._kill(name, pids[name])
+        elif pids[name] not in self._broken and self._kill(name, pids[name]):
             self._broken.add(pids[name])
             self.killed.append((name, phases.get(name, "unknown")))
+            self.times.append(time.time())
 
-    def _kill(self, name: str, pid: int) -> None:
-        """Kill a process; every other one of Ray's by Ray's own means."""
+    def _kill(self, name: str, pid: int) -> bool:
+        """Kill a process, every other one of Ray's by Ray's own means; returns whether the run was still there."""
         life = self.placement._lives.get(name)
         if self.placement.name == "ray" and len(self.killed) % 2 and life is not None and life.pid == pid:
             import ray
 
+            if not ray.is_initialized():  # it would start another Ray to ask
+                return False
             ray.kill(life.actor)
         else:
             os.kill(pid, signal.SIGKILL)
+        return True

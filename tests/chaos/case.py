@@ -45,6 +45,8 @@ from ray_nodes import other_node
 ROLES = ("actor-", "replay-", "learner-", "evaluator-", "inference-", "server-", "worker-", "ray::", "raylet", "gcs_")
 ALONE = "QFLEET_CHAOS_ALONE"
 """Set in the process of one case."""
+NOTICED_S = {"processes": 0.5, "ray": 5.0}
+"""How long it takes until a death is noticed, by placement; Ray waits for calls that are lost."""
 Lines = list[dict[str, Any]]
 
 
@@ -94,7 +96,7 @@ def broken(what: Case, folder: Path, breaker: Breaker) -> dict[str, Any]:
     steps = [line["env_steps"] for line in metrics]
     assert steps == sorted(steps), "the count of environment steps went back"
     deaths = [event for event in events if event["event"] == "restart"]
-    assert lives(deaths) >= len(breaker.killed) - unseen(breaker, run), "a death is not in the event log"
+    assert lives(deaths) >= len(breaker.killed) - unseen(breaker, run, events), "a death is not in the event log"
     shards = [stored(run, folder / "run", index) for index in range(run.replay.shards)]
     sound(shards)
     evicting, ticks = run.replay.capacity < run.env_steps, run.actor.unroll * run.actor.groups
@@ -137,9 +139,15 @@ def watched(breaker: Breaker) -> Any:
     return placed
 
 
-def unseen(breaker: Breaker, run: Experiment) -> int:
-    """Return how many deaths need not be told one by one: a group of learners dies as one, and some leave for good."""
-    return sum(name.startswith("learner") for name, _ in breaker.killed) if run.learners > 1 else 0
+def unseen(breaker: Breaker, run: Experiment, events: Lines) -> int:
+    """Return how many deaths need not be told one by one: a group of learners dies as one, and some leave for good.
+
+    Nor is that of a process which has done its work, when the run is over before anybody looks.
+    """
+    over = next(event["time"] for event in events if event["event"] == "finished") - NOTICED_S[run.placement]
+    names = [name for (name, _), at in zip(breaker.killed, breaker.times, strict=True) if at < over]
+    late = len(breaker.killed) - len(names)
+    return late + (sum(name.startswith("learner") for name in names) if run.learners > 1 else 0)
 
 
 def nothing_left() -> None:

@@ -77,7 +77,8 @@ class Case:
     @property
     def environment(self) -> dict[str, str]:
         """What Ray must find in the environment before it is imported."""
-        return {"RAY_testing_rpc_failure": json.dumps(LOSSES)} if self.faults == LOSS else {}
+        lossy = {"RAY_testing_rpc_failure": json.dumps(LOSSES)} if self.faults == LOSS else {}
+        return {"RAY_ENABLE_AUTO_CONNECT": "0", **lossy}  # who asks a Ray that has ended is told so
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def test_a_seed_is_always_the_same_case_and_any_stretch_of_them_has_every_run_an
     }
     for what in map(case, ALL):
         assert bool(parse(what.points)) == (what.faults == POINTS) == (what.kills == 0)
-        assert bool(what.environment) == (what.faults == LOSS)
+        assert ("RAY_testing_rpc_failure" in what.environment) == (what.faults == LOSS)
 
 
 def test_a_quarter_of_the_calls_are_lost_on_ray():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -16,12 +16,13 @@ BUILDING = threading.Lock()
 """Held while a rank builds a network: all threads share torch's random numbers."""
 
 
-def as_ranks(size: int, work: Callable[[GradientGroup], Result]) -> list[Result]:
-    """Return what the work returned on each rank."""
+def as_ranks(size: int, work: Callable[[GradientGroup], Result], devices: Sequence[str] | None = None) -> list[Result]:
+    """Return what the work returned on each rank, all of them on the host unless `devices` says where."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(size) as pool:
 
         def rank(number: int) -> Result:
-            group = GradientGroup(number, size, f"file://{Path(folder)}/meet", 30.0)
+            device = "cpu" if devices is None else devices[number]
+            group = GradientGroup(number, size, f"file://{Path(folder)}/meet", 30.0, device)
             try:
                 return work(group)
             finally:

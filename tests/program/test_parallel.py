@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from program_cases import short
 
 import qfleet.api as api
@@ -116,3 +117,17 @@ def test_a_split_run_leaves_a_whole_model(tmp_path):
 def test_what_cannot_work_is_refused_before_anything_starts(changes, words, tmp_path):
     with pytest.raises(ConfigError, match=words):
         api.train(short(env_steps=600, **{**SMALL, **changes}), run_dir=tmp_path / "run")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"parallel.compression": {"kind": "int8"}}, {"parallel.update": {"kind": "local"}}],
+    ids=["sums", "int8", "local"],
+)
+def test_two_ranks_have_a_gpu_each_and_sum_by_nccl(changes, tmp_path):
+    experiment = short(env_steps=900, **{**SMALL, "learners": 2, "device": "cuda", **changes})
+    run = api.train(experiment, run_dir=tmp_path / "run", seed=3)
+    assert abs(run.summary["updates"] - (run.summary["env_steps"] - 200) / 4) <= 1
+    assert "2 ranks that sum by NCCL" in run.summary["accel"]

@@ -34,6 +34,8 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "sharded": (2, {"update": {"kind": "sharded"}}),
     "local": (2, {"update": {"kind": "local", "period": 4}}),
     "topk": (2, {"compression": {"kind": "topk"}}),
+    "int8": (2, {"compression": {"kind": "int8"}}),
+    "powersgd": (2, {"compression": {"kind": "powersgd"}}),
     "sync": (2, {"update": {"kind": "server", "servers": 2, "mode": "sync"}}),
     "async": (3, {"update": {"kind": "server", "servers": 2, "mode": "async"}}),
     "stale, top-k": (2, {"update": {"kind": "server", "mode": "stale"}, "compression": {"kind": "topk"}}),
@@ -122,6 +124,15 @@ def test_one_run_goes_through_plans_in_processes_and_learns_from_each_draw_once(
     owed = (run.summary["env_steps"] - 200) / 4
     assert owed - lost - 1 <= run.summary["updates"] <= owed + 1
     assert run.summary["resume_grade"] == "episode"
+
+
+def test_gradients_take_another_form_from_now_on(tmp_path):
+    two = in_turns(learners=2, lockstep=False, **{"parallel.compression.kind": "topk"})
+    run = api.train(two, seed=5, run_dir=tmp_path / "run", callbacks=stop_at(150))
+    for number, kind in enumerate(("int8", "powersgd", "topk", "none"), 2):
+        run = api.resume(run.dir, parallel={"compression.kind": kind}, callbacks=stop_at(90 * number))
+    run = api.resume(run.dir)
+    assert run.summary["updates"] == (run.summary["env_steps"] - 100) // 8
 
 
 def test_ranks_in_one_process_and_in_their_own_read_each_others_checkpoints(tmp_path):

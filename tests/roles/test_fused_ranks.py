@@ -70,7 +70,7 @@ def as_ranks(run: FusedSetup, work: Callable[[FusedSetup, Team], Result]) -> lis
 
         def rank(number: int) -> Result:
             place = GroupConfig(number, RANKS, f"file://{folder}/meet")
-            team = Team(place, run.parallel, run.seed, life=0)
+            team = Team(place, run.parallel, run.seed, life=0, device="cpu")
             try:
                 return work(replace(run, group=place), team)
             finally:

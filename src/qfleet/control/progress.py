@@ -59,7 +59,8 @@ class Progress:
             "env_steps_budget": self._budget,
             "updates": updates,
             "env_steps_per_s": rate,
-            "updates_per_s": (updates - updates_then) / seconds,
+            # A death may undo updates: those that were undone are no rate.
+            "updates_per_s": max(updates - updates_then, 0) / seconds,
         }
         if rate > 0 or env_steps >= self._budget:
             record["eta_s"] = max(0, self._budget - env_steps) / max(rate, 1e-9)

@@ -1,4 +1,4 @@
-"""A group of learner ranks that sum their gradients: torch's gloo collectives, beside any group the user has."""
+"""A group of learner ranks that sum their gradients: torch's gloo and NCCL, beside any group the user has."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous as meet
 from qfleet.core.errors import ConfigError
 from qfleet.core.failpoints import failpoint
 from qfleet.core.versions import versions
+from qfleet.parallel.devices import NAME_BYTES, all_have_their_own, device_name
 from qfleet.parallel.group import Group
 
 LOOPBACK, _FILE = "127.0.0.1", "file://"
@@ -30,12 +31,14 @@ class GradientGroup(Group):
 
     `rendezvous` is where the ranks meet: `file:///path` (one machine, a file that does not exist yet) or
     `tcp://host:port` of rank 0. A rank waits at most `timeout_s` seconds for the others, there and in each collective.
+    Where every rank's `device` is a GPU of its own, tensors on it go by NCCL; all others go by gloo.
     """
 
-    def __init__(self, rank: int, size: int, rendezvous: str, timeout_s: float) -> None:
+    def __init__(self, rank: int, size: int, rendezvous: str, timeout_s: float, device: str = "cpu") -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of a group of {size}")
         self.rank, self.size = rank, size
+        self._nccl: Any = None
         timeout = timedelta(seconds=timeout_s)
         with self._explained(f"meeting at {rendezvous}"):
             self._store = meeting_store(rendezvous, rank, size, timeout)
@@ -47,11 +50,24 @@ class GradientGroup(Group):
             options._timeout = timeout
             self._group = gloo(self._store, rank, size, options)
         self._require_same_versions()
+        names = self._told(device_name(torch.device(device)), NAME_BYTES)
+        if all_have_their_own(names):
+            with self._explained("joining by NCCL"):
+                self._nccl = join_by_nccl(self._store, rank, size, timeout)
+
+    @property
+    def transport(self) -> str:
+        """By what gradients are summed."""
+        return "gloo" if self._nccl is None else "NCCL"
+
+    def _carrier(self, tensor: torch.Tensor) -> Any:
+        """Return torch's group for a tensor, by where that is."""
+        return self._nccl if self._nccl is not None and tensor.is_cuda else self._group
 
     def begin_all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Begin to replace a contiguous CPU tensor by its sum over all ranks; return what waits for the end of it."""
+        """Begin to replace a contiguous tensor by its sum over all ranks; return what waits for the end of it."""
         with self._explained("all-reduce"):
-            work = self._group.allreduce([tensor])
+            work = self._carrier(tensor).allreduce([tensor])
 
         def end() -> None:
             failpoint("group.sum")
@@ -74,9 +90,7 @@ class GradientGroup(Group):
     def _require_same_versions(self) -> None:
         """Raise an error that names the ranks with other versions than rank 0's: they would not compute the same."""
         own = " ".join(f"{name} {version}" for name, version in versions().items() if name in _COMPARED)
-        room = np.zeros(_LONGEST, np.uint8)
-        room[: len(own)] = np.frombuffer(own.encode(), np.uint8)
-        first, *rest = (bytes(one.numpy()).rstrip(b"\0").decode() for one in self.all_gather(torch.from_numpy(room)))
+        first, *rest = (told.rstrip(b"\0").decode() for told in self._told(own.encode(), _LONGEST))
         others = [f"rank {rank} has {found}" for rank, found in enumerate(rest, 1) if found != first]
         if others:
             raise ConfigError(
@@ -84,16 +98,23 @@ class GradientGroup(Group):
                 " Install one set of versions on all machines (requirements.lock names one)"
             )
 
+    def _told(self, words: bytes, length: int) -> list[bytes]:
+        """Return what every rank says, in so many bytes."""
+        room = np.frombuffer(words.ljust(length, b"\0"), np.uint8).copy()
+        return [bytes(one.numpy()) for one in self.all_gather(torch.from_numpy(room))]
+
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the contiguous CPU tensors of all ranks, which have one shape, in the order of ranks."""
+        """Return the contiguous tensors of all ranks, which have one shape, in the order of ranks."""
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         with self._explained("all-gather"):
-            self._group.allgather([gathered], [tensor]).wait()
+            self._carrier(tensor).allgather([gathered], [tensor]).wait()
         return gathered
 
     def close(self) -> None:
         """Leave the group; the others fail at their next collective."""
         self._group.abort()
+        if self._nccl is not None:
+            self._nccl.abort()
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -113,6 +134,15 @@ def meeting_store(rendezvous: str, rank: int, size: int, timeout: timedelta) -> 
         store, _, _ = next(meet(rendezvous, rank, size, timeout=timeout))
     store.set_timeout(timeout)
     return store
+
+
+def join_by_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return torch's NCCL group of ranks that have met at a store, each with a GPU of its own."""
+    nccl: Any = distributed.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    own_keys = distributed.PrefixStore("nccl", store)  # type: ignore[attr-defined]
+    return nccl(own_keys, rank, size, options)
 
 
 def local(rendezvous: str) -> bool:

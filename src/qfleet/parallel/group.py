@@ -16,13 +16,18 @@ class Group(ABC):
     rank: int
     size: int
 
+    @property
+    @abstractmethod
+    def transport(self) -> str:
+        """By what gradients are summed, in a word."""
+
     @abstractmethod
     def begin_all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:
-        """Begin to replace a contiguous CPU tensor by its sum over all ranks; return what waits for the end of it."""
+        """Begin to replace a contiguous tensor by its sum over all ranks; return what waits for the end of it."""
 
     @abstractmethod
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the contiguous CPU tensors of all ranks, which have one shape, in the order of ranks."""
+        """Return the contiguous tensors of all ranks, which have one shape, in the order of ranks."""
 
     @abstractmethod
     def share(self, data: bytes) -> bytes:
@@ -33,7 +38,7 @@ class Group(ABC):
         """Leave the group; the others fail at their next collective."""
 
     def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replace a contiguous CPU tensor by its sum over all ranks; every rank gets the same bits."""
+        """Replace a contiguous tensor by its sum over all ranks; every rank gets the same bits."""
         self.begin_all_reduce(tensor)()
         return tensor
 

@@ -16,6 +16,7 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from qfleet.core.errors import ConfigError
+from qfleet.parallel.devices import own_device
 from qfleet.parallel.gradsync import LOOPBACK, local, meeting_store
 
 Dimension = Literal["data", "pipeline", "tensor"]
@@ -165,6 +166,4 @@ def _device(device: str, rank: int, size: int, rendezvous: str) -> torch.device:
         raise ConfigError(
             f"{size} ranks need {size} GPUs, and this machine has {count}: start {count} learners, or use device 'cpu'"
         )
-    own = torch.device("cuda", rank % count)
-    torch.cuda.set_device(own)
-    return own
+    return torch.device(own_device(device, rank))

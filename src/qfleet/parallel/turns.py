@@ -114,6 +114,11 @@ class TurnGroup(Group):
     def __init__(self, rank: int, turns: Turns) -> None:
         self.rank, self.size, self._turns = rank, turns.size, turns
 
+    @property
+    def transport(self) -> str:
+        """Return that nothing is sent."""
+        return "turns"
+
     def begin_all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:
         """Do nothing yet; return what sums, when all other ranks have come to it."""
 

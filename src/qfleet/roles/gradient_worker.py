@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from qfleet.core.types import (
     Version,
     Weights,
 )
+from qfleet.parallel.devices import own_device
 from qfleet.replay.allocation import zeros
 from qfleet.roles.feed import Feed, Learnable, Turns
 from qfleet.roles.publishing import Publishing, Shown
@@ -79,6 +80,9 @@ class GradientWorker(Role):
     kind = "worker"
 
     def __init__(self, setup: ServingSetup, handles: WorkerHandles) -> None:
+        if setup.learner.ahead:  # else all take turns, perhaps in one process
+            own = replace(setup.learner, device=own_device(setup.learner.device, setup.index))
+            setup = replace(setup, learner=own)
         self._setup, self._handles = setup, handles
         keep, allocate = handles.keep, zeros if handles.keep is None else handles.keep.array
         self._feed = Feed(handles.batches, handles.priorities, setup.learner.shards, setup.learner.max_decay)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,27 +22,38 @@ from qfleet.parallel.compression.build import make_compressor
 from qfleet.parallel.compression.exchange import CompressedSum, reduced_bytes
 from qfleet.parallel.compression.feedback import Compressor
 from qfleet.parallel.compression.powersgd import matrices
+from qfleet.parallel.devices import own_device
 from qfleet.parallel.gradsync import GradientGroup
 from qfleet.parallel.group import Group
 from qfleet.parallel.local import LocalConfig, LocalStep
 from qfleet.parallel.plan import ParallelConfig
 from qfleet.parallel.turns import TurnGroup
 from qfleet.roles.feed import Company
-from qfleet.roles.learner_setup import GroupConfig
+from qfleet.roles.learner_setup import GroupConfig, LearnerSetup
 
 if TYPE_CHECKING:  # they load much of torch that few runs need
     from qfleet.parallel.mesh import Mesh
     from qfleet.parallel.split_update import SplitUpdate
+    from qfleet.roles.fused.setup import FusedSetup
 
+S = TypeVar("S", "LearnerSetup", "FusedSetup")
 MEETING_S = 300.0
 """How long ranks wait for each other, at the beginning and in each sum."""
 
 
-def meet_group(place: GroupConfig, life: int) -> Group:
+def placed(setup: S) -> S:
+    """Return a rank's setup with the device that it has for itself; ranks that take turns in one process share one."""
+    group = setup.group
+    if group is None or group.turns is not None:
+        return setup
+    return replace(setup, device=own_device(setup.device, group.rank))
+
+
+def meet_group(place: GroupConfig, life: int, device: str) -> Group:
     """Meet the other ranks; in each life of the group at another place."""
     if place.turns is not None:
         return TurnGroup(place.rank, place.turns)
-    return GradientGroup(place.rank, place.size, f"{place.rendezvous}-{life}", MEETING_S)
+    return GradientGroup(place.rank, place.size, f"{place.rendezvous}-{life}", MEETING_S, device)
 
 
 class Joining:
@@ -60,6 +72,11 @@ class Joining:
     def apart(self) -> bool:
         """Whether ranks make steps of their own, so that one may skip an update that another makes."""
         return isinstance(self._config.update, LocalConfig)
+
+    @property
+    def description(self) -> str:
+        """How many ranks there are, and how they sum."""
+        return f"{self._group.size} ranks that sum by {self._group.transport}"
 
     @property
     def stepper(self) -> StepFactory | None:
@@ -165,14 +182,16 @@ class Joining:
         """Return what compression still owes, and which rank does."""
         if self._compressor is None:
             return {}
-        return {"compressor": self._compressor.state_dict(), "rank": self._group.rank}
+        form = self._config.compression.kind
+        return {"compressor": self._compressor.state_dict(), "form": form, "rank": self._group.rank}
 
     def load_state_dict(self, state: State) -> None:
-        """Continue; nothing is owed by a run that was not compressed before, or by a rank that has another's state.
+        """Continue; nothing is owed by a run that was not compressed so before, or by a rank that has another's state.
 
         That is paid by the other: after a death all have the first rank's, and so has who had left when it was saved.
         """
-        own = state.get("rank", self._group.rank) == self._group.rank
+        form = self._config.compression.kind
+        own = state.get("rank", self._group.rank) == self._group.rank and state.get("form", form) == form
         if self._compressor is not None and "compressor" in state and own:
             self._compressor.load_state_dict(state["compressor"])
 

@@ -37,7 +37,7 @@ from qfleet.core.types import (
     Weights,
 )
 from qfleet.roles.feed import Feed
-from qfleet.roles.joining import MEETING_S, Joining, meet_group
+from qfleet.roles.joining import MEETING_S, Joining, meet_group, placed
 from qfleet.roles.learner_setup import LearnerSetup
 from qfleet.roles.learning import build_learning
 from qfleet.roles.publishing import Publishing, Shown
@@ -75,7 +75,7 @@ class Learner(Role):
     kind = "learner"
 
     def __init__(self, setup: LearnerSetup, handles: LearnerHandles) -> None:
-        setup = _as_left(setup, handles.keep)
+        setup = placed(_as_left(setup, handles.keep))
         self._setup, self._handles = setup, handles
         self._joining = _join(setup, handles.keep.life if handles.keep else 0)
         company = None if self._joining is None else self._joining.company
@@ -123,7 +123,8 @@ class Learner(Role):
         self._far[0] = self._updates
         if self._handles.weights is not None:
             self._handles.updates.add(-lost)
-        ranks = "" if self._setup.group is None else f", {self._setup.group.size} ranks"
+        size = 0 if self._setup.group is None else self._setup.group.size
+        ranks = f", {size} rank{'s' if size > 1 else ''}" if size else ""
         if keep.planned and not lost:
             self._notice("regrouped", f"learner goes on from update {self._updates}; epoch {self._epoch}{ranks}")
             return
@@ -373,7 +374,7 @@ def _join(setup: LearnerSetup, life: int) -> Joining | None:
     """Meet the other ranks, if there are any; in each life of the group at another place."""
     if setup.group is None:
         return None
-    place, parallel, group = setup.group, setup.parallel, meet_group(setup.group, life)
+    place, parallel, group = setup.group, setup.parallel, meet_group(setup.group, life, setup.device)
     if not parallel.in_pieces:
         return Joining(parallel, group, setup.seed)
     from qfleet.parallel.mesh import Degrees, Mesh  # which loads much of torch that few runs need

@@ -80,7 +80,7 @@ def build_learning(setup: LearnerSetup, role: str, joining: Joining | None) -> L
     if choices is None:
         update = build_update(*parts, stepper=stepper)
     else:
-        notices["accel"] = choices.description
+        notices["accel"] = choices.description if joining is None else f"{choices.description}; {joining.description}"
         update = build_update(*parts, choices.gradient, stepper or choices.stepper)
     if joining is not None:
         joining.attach(update)

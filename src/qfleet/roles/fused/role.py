@@ -30,6 +30,7 @@ from qfleet.roles.fused.rollout_loop import RolloutLoop
 from qfleet.roles.fused.setup import FusedSetup, without_effect
 from qfleet.roles.fused.snapshots import Snapshots
 from qfleet.roles.fused.team import Team
+from qfleet.roles.joining import placed
 from qfleet.roles.weight_store import snapshot
 
 
@@ -51,9 +52,9 @@ class Fused(Role):
     kind = "fused"
 
     def __init__(self, setup: FusedSetup, handles: FusedHandles) -> None:
-        self._handles = handles
+        setup, self._handles = placed(setup), handles
         life = 0 if handles.keep is None else handles.keep.life
-        self._team = None if setup.group is None else Team(setup.group, setup.parallel, setup.seed, life)
+        self._team = None if setup.group is None else Team(setup.group, setup.parallel, setup.seed, life, setup.device)
         self._build(setup)
         self._best, self._due = -np.inf, 0
         self._skips = self._skipped = self._batches = 0
@@ -93,7 +94,8 @@ class Fused(Role):
 
     def _describe(self) -> None:
         """Say how updates are computed, and what of the network cannot be resumed exactly."""
-        self._notice("accel", self._loop.choices.description)
+        group = "" if self._team is None else f"; {self._team.joining.description}"
+        self._notice("accel", f"{self._loop.choices.description}{group}")
         if text := foreign_randomness(self._loop.update.online):
             self._notice("inexact", text)
 

@@ -14,10 +14,10 @@ from qfleet.roles.learner_setup import GroupConfig
 class Team:
     """One loop's place among those that learn as one. Every rank makes the same calls in the same order."""
 
-    def __init__(self, place: GroupConfig, parallel: ParallelConfig, seed: int, life: int) -> None:
+    def __init__(self, place: GroupConfig, parallel: ParallelConfig, seed: int, life: int, device: str) -> None:
         """Meet the other ranks; in each life of the group at another place."""
         self.rank = place.rank
-        self._group = meet_group(place, life)
+        self._group = meet_group(place, life, device)
         self.joining = Joining(parallel, self._group, seed)
         self.apart = self.joining.apart
         self._spoiled = 0
@@ -29,8 +29,8 @@ class Team:
 
     def sum_(self, vector: Tensor) -> None:
         """Replace a flat vector [P] by its sum over all ranks."""
-        # Where a loss that is not finite has left its mark. On a GPU this waits for the device, as the sum does.
-        self._spoiled += not bool(vector[:1].isfinite())
+        # On a GPU this waits for the device.
+        self._spoiled += not bool(vector.sum().isfinite())
         self.joining.sum_(vector)
 
     def total(self, count: int) -> int:

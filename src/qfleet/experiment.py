@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -75,6 +75,9 @@ class Experiment(Config):
     """Where the roles live: in this process, in processes of this machine, or on a Ray cluster."""
     address: str | None = None
     """Ray cluster to join; None starts Ray on this machine."""
+    actor_resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
+    """What each actor needs of its node in a Ray cluster besides CPUs, by the names that `ray start --resources` gave:
+    actors are only on nodes that have it."""
     actors: int = Field(1, gt=0, le=10_000)
     """How many actors there are, each with its own environments."""
     learners: int = Field(1, gt=0, le=1024)
@@ -208,6 +211,8 @@ class Experiment(Config):
              f"strict is for placement 'inline': '{self.placement}' sends every message through the serialiser anyway"),
             (self.address is not None and self.placement != "ray",
              f"address needs placement 'ray', not '{self.placement}'"),
+            (bool(self.actor_resources) and self.placement != "ray",
+             f"actor_resources needs placement 'ray', not '{self.placement}'"),
             (ordered and self.ranks > 1,
              f"lockstep needs one learner, not {self.ranks}: the ranks of a group step together"),
             (ordered and servers > 0,

@@ -43,7 +43,7 @@ from qfleet.roles.learner_setup import GroupConfig
 from qfleet.roles.parameter_server import ParameterServer, ServerHandles
 from qfleet.roles.replay_shard import ReplayShard, ShardHandles, ShardSetup
 from qfleet.roles.twin import FusedTwin, LearnerTwin, Twin, TwinHandles
-from qfleet.runtime.graph import Graph
+from qfleet.runtime.graph import Graph, Node
 from qfleet.runtime.reviving import Revival
 from qfleet.runtime.rundir import MEETING
 from qfleet.setups import (
@@ -436,8 +436,17 @@ def place(
         in_flight=in_flight,
         away=away,
         expendable=(Actor.kind,) if experiment.scalable else (),
+        on_gpus=[node.name for node in program.graph.nodes if _on_gpu(node)],
+        needs=experiment.actor_resources,
+        wanted=experiment.seats if experiment.elastic.automatic == "on" else experiment.actors,
         **revival,
     )
+
+
+def _on_gpu(node: Node) -> bool:
+    """Return whether a role computes on a CUDA device."""
+    setup = node.config.learner if node.kind == GradientWorker.kind else node.config
+    return bool(getattr(setup, "device", "cpu") == "cuda")
 
 
 def _spawned(experiment: Experiment) -> tuple[str, ...]:

@@ -51,6 +51,8 @@ class RayPlacement(ComingsPlacement):
     used, `rehearsal` must succeed there first, and their object stores must hold `in_flight` bytes. `threads` gives the
     threads of torch and OpenMP by kind, one where not given; kinds in `background` leave a core to any other. Roles in
     `away` are not begun yet. Those of kinds in `expendable` may be lost with their node: the run goes on without them.
+    Roles in `on_gpus` get a GPU, or a part of one; those of kinds in `anywhere` are only where there are `needs`. The
+    autoscaler of a cluster that was joined is asked for room for `wanted` of them, besides the others.
     """
 
     name = "ray"
@@ -66,28 +68,35 @@ class RayPlacement(ComingsPlacement):
         in_flight: float = 0.0,
         away: Collection[str] = (),
         expendable: Collection[str] = (),
+        on_gpus: Collection[str] = (),
+        needs: Mapping[str, float] | None = None,
+        wanted: int = 0,
         **revival: Unpack[Revival],
     ) -> None:
         super().__init__(graph, away, **revival)
         payloads = {node.name: _payload(node) for node in graph.nodes}
-        self._graph, self._expendable = graph, set(expendable)
+        self._graph, self._expendable, self._needs = graph, set(expendable), needs or {}
         self._owns_ray = ray_cluster.connect(address)
         self._folder = RunFolder()
         self._keepers: list[Keepers] = [Keepers()]
         """Those of the nodes that were there first, then those of roles that came to other nodes."""
         self._hands = Hands(sorted({node.build.__module__ for node in graph.nodes}))
         self._setups: dict[str, RoleSetup] = {}
-        self._carrying = False
+        self._carrying = self._asked = False
         atexit.register(self.close)  # before Ray's own handler
         try:
+            if address is not None and wanted:
+                self._ask_for(wanted, sum(node.kind not in anywhere for node in graph.nodes))
             nodes = ray_cluster.sites()
             self._grounds = _Grounds(rehearsal, in_flight)
-            self._homes = _settle_down(graph, anywhere, nodes, self._away)
+            self._homes = _settle_down(graph, anywhere, nodes, self._away, self._needs)
             self._here, *others = dict.fromkeys([nodes[0], *self._homes.values()])
             self._grounds.require(others)
             self._warn_of_crowd(ray.cluster_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]
             homes = {member.name: self._homes[member.name] for member in self.crew}
-            self._hands.hire(homes, ray_cluster.cpu_shares(homes.values()))
+            gpus = ray_cluster.gpu_shares({name: home for name, home in homes.items() if name in on_gpus})
+            roaming = {node.name: self._needs for node in graph.nodes if node.kind in anywhere}
+            self._hands.hire(homes, ray_cluster.cpu_shares(homes.values()), gpus, roaming)
             self._set_up(self._lay_out(graph, others), payloads, threads or {}, background)
             self._mark_away()
             self._lives |= {name: self._begin(name) for name in homes}
@@ -96,6 +105,14 @@ class RayPlacement(ComingsPlacement):
         except BaseException:
             self.close()
             raise
+
+    def _ask_for(self, wanted: int, others: int) -> None:
+        """Ask the cluster for room for so many roles that may be anywhere, and for the others."""
+        self._asked = True
+        ray_cluster.ask_for([{"CPU": 1.0, **self._needs}] * wanted + [{"CPU": 1.0}] * others)
+        each = "".join(f" and {amount:g} {name}" for name, amount in self._needs.items())
+        text = f"the autoscaler, if there is one, is asked for {others} CPUs and {wanted} times 1 CPU{each}"
+        self._incidents.append(Notice("supervisor", 0, "asked", text))
 
     def _set_up(
         self,
@@ -174,7 +191,7 @@ class RayPlacement(ComingsPlacement):
         for name in self._away:
             self._vacated(name)  # a node that is to go must not wait for us
         going = ray_cluster.draining()
-        fit = [site for site in ray_cluster.sites() if site.id not in self._grounds.unfit]
+        fit = [site for site in ray_cluster.sites() if site.id not in self._grounds.unfit and site.has(self._needs)]
         return [Machine(site.id, site.name, site.cpus, going.get(site.id, "")) for site in fit]
 
     def home(self, name: str) -> str:
@@ -296,6 +313,8 @@ class RayPlacement(ComingsPlacement):
         for keepers in self._keepers:
             keepers.close()
         self._folder.remove()
+        if self._asked:
+            ray_cluster.ask_for([])
         if self._owns_ray:
             ray_cluster.stop_local()
 
@@ -318,12 +337,12 @@ class _Grounds:
 
 
 def _settle_down(
-    graph: Graph, anywhere: Collection[str], nodes: Sequence[Site], away: Collection[str]
+    graph: Graph, anywhere: Collection[str], nodes: Sequence[Site], away: Collection[str], needs: Mapping[str, float]
 ) -> dict[str, Site]:
     """Return the node that each role is on; for those that are away the driver's."""
     there = [node for node in graph.nodes if node.name not in away]
     roaming = [node.name for node in there if node.kind in anywhere]
-    dealt = ray_cluster.deal(len(there) - len(roaming), len(roaming), nodes)
+    dealt = ray_cluster.deal(len(there) - len(roaming), len(roaming), nodes, needs)
     return {node.name: nodes[0] for node in graph.nodes} | dict(zip(roaming, dealt, strict=True))
 
 

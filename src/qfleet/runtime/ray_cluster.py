@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -20,6 +21,7 @@ from qfleet.core.versions import versions
 try:
     import ray
     from ray import cloudpickle
+    from ray.autoscaler.sdk import request_resources
     from ray.exceptions import RayError, RayTaskError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
@@ -43,6 +45,14 @@ class Site:
     cpus: float
     object_store: float
     """Bytes."""
+    gpus: float = 0.0
+    custom: frozenset[tuple[str, float]] = frozenset()
+    """What a person said that it has besides, by name (`ray start --resources`)."""
+
+    def has(self, needs: Mapping[str, float]) -> bool:
+        """Return whether one role with such needs could ever be here."""
+        custom = dict(self.custom)
+        return all(custom.get(name, 0.0) >= amount for name, amount in needs.items())
 
 
 def start_local() -> None:
@@ -113,11 +123,26 @@ def sites() -> list[Site]:
             f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}, {node['NodeID'][:6]})",
             node["Resources"].get("CPU", 0.0),
             node["Resources"].get("object_store_memory", 0.0),
+            node["Resources"].get("GPU", 0.0),
+            frozenset((name, float(amount)) for name, amount in node["Resources"].items() if _is_custom(name)),
         )
         for node in ray.nodes()  # type: ignore[no-untyped-call]
         if node["Alive"]
     ]
     return sorted(found, key=lambda site: (site.id != here, site.id))
+
+
+def _is_custom(name: str) -> bool:
+    """Return whether a resource is none of those that Ray finds out by itself."""
+    return name not in ("CPU", "GPU", "memory", "object_store_memory") and not name.startswith(("node:", "accelerator"))
+
+
+def ask_for(bundles: Sequence[Mapping[str, float]]) -> None:
+    """Tell the cluster's autoscaler, if it has one, that there should be room for these all at once; until asked anew.
+
+    It takes what runs already as part of that.
+    """
+    request_resources(bundles=[dict(bundle) for bundle in bundles])
 
 
 def draining() -> dict[str, str]:
@@ -161,6 +186,23 @@ def cpu_shares(homes: Collection[Site], patience_s: float = 10.0) -> dict[Site, 
     return shares
 
 
+def gpu_shares(homes: Mapping[str, Site]) -> dict[str, float]:
+    """Return the part of a GPU that each role asks for, given the nodes of those that compute on one.
+
+    A whole one as long as there are enough; else equally many share each.
+    """
+    shares = {}
+    for name, site in homes.items():
+        if not site.gpus:
+            raise ConfigError(
+                f"{name} computes on a GPU, and Ray knows of none on node {site.name}: start Ray there with"
+                " --num-gpus N, or use device 'cpu'"
+            )
+        roles = list(homes.values()).count(site)
+        shares[name] = 1.0 / math.ceil(roles / int(max(site.gpus, 1)))
+    return shares
+
+
 def _free_cpus() -> float:
     free: float = ray.available_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
     return free
@@ -178,18 +220,28 @@ def require_started(actors: Mapping[str, Any], patience_s: float = 300.0) -> Non
         )
 
 
-def deal(here: int, anywhere: int, nodes: Sequence[Site]) -> list[Site]:
+def deal(here: int, anywhere: int, nodes: Sequence[Site], needs: Mapping[str, float] | None = None) -> list[Site]:
     """Return a node for each of so many roles that may be anywhere, when so many others are on the first node.
 
-    The next one goes to the node that has most CPUs left.
+    The next one goes to the node that has most CPUs left, of those that have what each of them needs.
     """
+    fit = [number for number, site in enumerate(nodes) if site.has(needs or {})]
+    if anywhere and not fit:
+        raise ConfigError(
+            f"no node of the Ray cluster has {_listed(needs or {})}, which actor_resources asks for: start Ray on some"
+            f" with --resources '{json.dumps(dict(needs or {}))}'"
+        )
     left = [site.cpus - (here if number == 0 else 0) for number, site in enumerate(nodes)]
     dealt = []
     for _ in range(anywhere):
-        number = max(range(len(nodes)), key=lambda number: left[number])
+        number = max(fit, key=lambda number: left[number])
         left[number] -= 1
         dealt.append(nodes[number])
     return dealt
+
+
+def _listed(needs: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
 
 
 def on(site: Site) -> NodeAffinitySchedulingStrategy:

@@ -21,17 +21,34 @@ _WARM_S = 1.0
 
 
 class Hands:
-    """Makes the actors that become roles: those of the first lives, and on every node a warm one for the next death."""
+    """Makes the actors that become roles: those of the first lives, and on every node a warm one for the next death.
+
+    A role with a GPU has no spare, which would have to have another one: its next actor gets that of the dead.
+    """
 
     def __init__(self, modules: list[str]) -> None:
         self._modules, self._namespace = modules, f"qfleet-{secrets.token_hex(4)}"
+        self._gpus: Mapping[str, float] = {}
         self._hired: dict[str, Any] = {}
         self._spares: dict[Site, Any] = {}
         self._made = 0
 
-    def hire(self, homes: Mapping[str, Site], shares: Mapping[Site, float]) -> None:
-        """Make the actors of these roles, each on its node and with its share of the CPUs there."""
-        self._hired = {name: self._make(name, home, shares[home]) for name, home in homes.items()}
+    def hire(
+        self,
+        homes: Mapping[str, Site],
+        shares: Mapping[Site, float],
+        gpus: Mapping[str, float],
+        needs: Mapping[str, Mapping[str, float]],
+    ) -> None:
+        """Make the actors of these roles, each on its node and with its share of the CPUs there.
+
+        By role, some have a part of a GPU, or what else they need.
+        """
+        self._gpus = gpus
+        self._hired = {
+            name: self._make(name, home, shares[home], gpus.get(name, 0.0), needs.get(name, {}))
+            for name, home in homes.items()
+        }
         ray_cluster.require_started(self._hired)
 
     def warm(self, homes: Collection[Site]) -> None:
@@ -42,6 +59,8 @@ class Hands:
         """Return an actor for a role: the one made for it, or else a spare."""
         if (first := self._hired.pop(name, None)) is not None:
             return first
+        if gpus := self._gpus.get(name, 0.0):
+            return self._make(f"{name}-{self._next()}", home, 0.0, gpus)
         spare = self._spares.get(home)
         if spare is None or not _alive(spare):
             spare = self._make_spare(home)
@@ -59,11 +78,17 @@ class Hands:
             ray.kill(actor)
 
     def _make_spare(self, home: Site) -> Any:
-        self._made += 1
-        return self._make(f"spare-{self._made}", home, 0.0)  # it gets the CPUs of the dead
+        return self._make(f"spare-{self._next()}", home, 0.0)  # it gets the CPUs of the dead
 
-    def _make(self, name: str, home: Site, cpus: float) -> Any:
-        return make_actor(RoleActor, name, self._namespace, home, cpus).remote(self._modules, sys.path)
+    def _next(self) -> int:
+        self._made += 1
+        return self._made
+
+    def _make(
+        self, name: str, home: Site, cpus: float, gpus: float = 0.0, needs: Mapping[str, float] | None = None
+    ) -> Any:
+        resources = {"num_cpus": cpus, "num_gpus": gpus, "resources": dict(needs or {})}
+        return make_actor(RoleActor, name, self._namespace, home, **resources).remote(self._modules, sys.path)
 
 
 def _alive(actor: Any) -> bool:

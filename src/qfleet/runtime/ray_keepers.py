@@ -25,9 +25,9 @@ _STOP_S, _ANSWER_S = 5.0, 2.0
 """How long keepers may take to close, and to say what they have."""
 
 
-def make_actor(cls: type[Any], name: str, namespace: str, home: Site, cpus: float) -> Any:
-    """Return what makes an actor of a class on a node, for good or not at all, with so many CPUs."""
-    options = {"name": name, "namespace": namespace, "num_cpus": cpus, "max_restarts": 0, "max_task_retries": 0}
+def make_actor(cls: type[Any], name: str, namespace: str, home: Site, **resources: Any) -> Any:
+    """Return what makes an actor of a class on a node, for good or not at all, with such resources."""
+    options = {"name": name, "namespace": namespace, "max_restarts": 0, "max_task_retries": 0, **resources}
     return ray.remote(cls).options(**options, max_concurrency=_CALLS, scheduling_strategy=ray_cluster.on(home))
 
 
@@ -49,7 +49,7 @@ class Keepers:
         for site in nodes:
             own = folder if site is nodes[0] else None
             name = f"keeper-{self.index(site)}"
-            self._actors[site] = make_actor(Keeper, name, namespace, site, 0.0).remote(own)
+            self._actors[site] = make_actor(Keeper, name, namespace, site, num_cpus=0).remote(own)
         for site in nodes:
             self._attend(site)
         edges, by_id = dataclasses.replace(graph, nodes=[]), {site.id: keeper for site, keeper in self._actors.items()}

@@ -1,0 +1,99 @@
+"""What roles ask of a Ray cluster: parts of GPUs, nodes with what actors need, and room from an autoscaler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qfleet.core.errors import ConfigError
+
+pytest.importorskip("ray")
+
+from qfleet.runtime import ray_cluster
+from qfleet.runtime.ray_cluster import Site, deal, gpu_shares
+
+ON_GPUS = """
+import json, os, signal, time
+import ray
+ray.init(address="local", num_cpus=4, num_gpus=GPUS, include_dashboard=False, _node_ip_address="127.0.0.1",
+         log_to_driver=False)
+from qfleet.runtime.ray import RayPlacement
+from toy_roles import kept_pipeline
+
+names = ["kept_producer-0", "kept_consumer-0"]
+placement = RayPlacement(kept_pipeline(400, pace_s=0.01), on_gpus=names)
+free = [ray.available_resources().get("GPU", 0.0)]
+os.kill(placement.pids()[names[1]], signal.SIGKILL)
+until = time.monotonic() + 120
+while not placement.done and time.monotonic() < until:
+    placement.advance()
+deaths = len(placement.incidents())
+done = placement.done
+placement.close()
+print(json.dumps({"free": free, "done": done, "deaths": deaths}))
+"""
+
+
+def site(name: str, gpus: float = 0.0, **custom: float) -> Site:
+    return Site(name, name, 4.0, 1e9, gpus, frozenset(custom.items()))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "roles", "share"), [(1, 1, 1.0), (4, 2, 1.0), (1, 2, 0.5), (2, 3, 0.5), (2, 4, 0.5), (2, 5, 1 / 3)]
+)
+def test_roles_get_a_gpu_each_or_share_equally_what_there_is(gpus: int, roles: int, share: float) -> None:
+    names = [f"learner-{rank}" for rank in range(roles)]
+    shares = gpu_shares({name: site("A", gpus) for name in names})
+    assert shares == dict.fromkeys(names, share)
+    assert roles <= gpus * int(1 / share + 1e-9), "so many fit, none of them on two GPUs"
+
+
+def test_a_gpu_that_ray_does_not_know_of_is_told_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"learner-0 computes on a GPU, .* none on node A: start Ray there with"):
+        gpu_shares({"learner-0": site("A")})
+
+
+def test_actors_are_only_where_there_is_what_they_need() -> None:
+    nodes = [site("A"), site("B", emulator=1.0), site("C", emulator=8.0)]
+    assert {one.name for one in deal(0, 6, nodes, {"emulator": 1.0})} == {"B", "C"}
+    assert {one.name for one in deal(0, 6, nodes, {"emulator": 2.0})} == {"C"}
+    with pytest.raises(ConfigError, match=r"no node .* has 2 emulator, 1 disk.*--resources '\{\"emulator\": 2.0"):
+        deal(0, 1, nodes, {"emulator": 2.0, "disk": 1.0})
+
+
+def test_an_autoscaler_reads_what_the_run_asks_for(ray_session: None) -> None:
+    from ray.experimental.internal_kv import _internal_kv_get  # where Ray's own autoscaler looks
+    from ray.autoscaler._private.constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL
+
+    def asked() -> list[dict[str, float]]:
+        found: list[dict[str, float]] = json.loads(_internal_kv_get(AUTOSCALER_RESOURCE_REQUEST_CHANNEL))
+        return found
+
+    ray_cluster.ask_for([{"CPU": 1.0, "emulator": 1.0}] * 2)
+    assert asked() == [{"CPU": 1.0, "emulator": 1.0}] * 2
+    ray_cluster.ask_for([])
+    assert asked() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gpus", "free"), [(1, 0.0), (3, 1.0)])
+def test_roles_on_gpus_hold_them_and_get_them_again_after_a_death(gpus: int, free: float, tmp_path: Path) -> None:
+    """With GPUs that Ray only believes in; a Ray of its own, since this one has none."""
+    script = tmp_path / "on_gpus.py"
+    script.write_text(ON_GPUS.replace("GPUS", str(gpus)))
+    here = str(Path(__file__).parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([here, *sys.path]), "RAY_AUTH_TOKEN": "x" * 64}
+    said = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert said.returncode == 0, said.stderr
+    assert json.loads(next(line for line in said.stdout.splitlines() if line.startswith("{"))) == {
+        "free": [free],
+        "done": True,
+        "deaths": 1,
+    }

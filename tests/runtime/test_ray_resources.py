@@ -67,8 +67,8 @@ def test_actors_are_only_where_there_is_what_they_need() -> None:
 
 
 def test_an_autoscaler_reads_what_the_run_asks_for(ray_session: None) -> None:
-    from ray.experimental.internal_kv import _internal_kv_get  # where Ray's own autoscaler looks
     from ray.autoscaler._private.constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL
+    from ray.experimental.internal_kv import _internal_kv_get  # where Ray's own autoscaler looks
 
     def asked() -> list[dict[str, float]]:
         found: list[dict[str, float]] = json.loads(_internal_kv_get(AUTOSCALER_RESOURCE_REQUEST_CHANNEL))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from qfleet.version import __version__
 
 if TYPE_CHECKING:
-    from qfleet.api import Run, evaluate, load, plan, resume, train
+    from qfleet.api import Run, evaluate, fetch, load, plan, resume, train
     from qfleet.control.monitor import Callbacks
     from qfleet.experiment import Experiment
 
@@ -20,6 +20,7 @@ _HOMES = {
     "train": "qfleet.api",
     "resume": "qfleet.api",
     "evaluate": "qfleet.api",
+    "fetch": "qfleet.api",
     "load": "qfleet.api",
     "plan": "qfleet.api",
     "Run": "qfleet.api",
@@ -27,7 +28,7 @@ _HOMES = {
     "Experiment": "qfleet.experiment",
 }
 
-__all__ = ["Callbacks", "Experiment", "Run", "__version__", "evaluate", "load", "plan", "resume", "train"]
+__all__ = ["Callbacks", "Experiment", "Run", "__version__", "evaluate", "fetch", "load", "plan", "resume", "train"]
 
 
 def __getattr__(name: str) -> Any:

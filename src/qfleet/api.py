@@ -1,4 +1,4 @@
-"""The stable names: train, resume, evaluate, load and plan; everything the command line does goes through here."""
+"""The stable names: train, resume, fetch, evaluate, load and plan; all that the command line does goes through here."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from qfleet.planning import apply_plan, plan_run
 from qfleet.presets import preset as find_preset
 from qfleet.presets.algorithms import apply as apply_algorithm
 from qfleet.runtime import checkpoint
+from qfleet.runtime.faraway import Faraway, is_address
 from qfleet.runtime.rundir import RunDir
 from qfleet.session import Session, play_episodes
 
@@ -73,10 +74,12 @@ def train(
     path = _directory(run_dir) if run_dir is not None else default_run_dir(experiment)
     with RunDir.create(path) as run:
         experiment, made = _planned(experiment, code, "auto" if automatic and plan is None else plan, given, sinks)
+        faraway = _faraway(experiment, new=True)
         run.write(run.config, experiment.to_yaml())
         if made is not None:
             run.write(run.plan, made.to_yaml())
-        return Run(run.path, Session(experiment, code, run, callbacks or Callbacks(), sinks).carry_out())
+        session = Session(experiment, code, run, callbacks or Callbacks(), sinks, faraway)
+        return Run(run.path, session.carry_out())
 
 
 def plan(
@@ -191,13 +194,37 @@ def resume(
             checkpoint.set_aside(found, run.epoch)
             experiment = experiment.replace(warm_start=None)  # the checkpoint has what came of it
         code, extended = UserCode(network, env), env_steps is not None
-        session = Session(experiment, code, run, callbacks or Callbacks(), sinks, extended)
+        faraway = _faraway(experiment, new=False)
+        session = Session(experiment, code, run, callbacks or Callbacks(), sinks, faraway, extended)
         try:
             return Run(run.path, session.carry_out(found))
         except BaseException:
             if not run.begun:  # what was asked for cannot be done: the next try finds the run as it was
                 run.write(run.config, before)
             raise
+
+
+def fetch(address: str, run_dir: str | Path | None = None) -> Path:
+    """Copy a run from the `checkpoint.target` that it was saved to into a new directory, and return that: see `resume`.
+
+    Without `run_dir` it is one under runs/.
+    """
+    if not isinstance(address, str) or not is_address(address):
+        raise ConfigError(f"{address!r} is not an address of fsspec, such as s3://bucket/run")
+    path = _directory(run_dir) if run_dir is not None else Path("runs") / address.rstrip("/").rpartition("/")[2]
+    if path.exists():
+        raise ConfigError(f"{path} exists already: go on with it (`qfleet resume {path}`), or name another with --into")
+    Faraway(address).fetch(path)
+    return path
+
+
+def _faraway(experiment: Experiment, new: bool) -> Faraway | None:
+    """Return where the run's checkpoints are copied, if anywhere; nobody else writes there from now on."""
+    if experiment.checkpoint.target is None:
+        return None
+    faraway = Faraway(experiment.checkpoint.target)
+    faraway.take_over(new)
+    return faraway
 
 
 def _changed(

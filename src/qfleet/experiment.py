@@ -38,6 +38,9 @@ class CheckpointConfig(Config):
     """Seconds between two checkpoints at most; saving changes nothing in what a run learns."""
     keep: int = Field(2, gt=0)
     """Checkpoints that stay; the oldest go first."""
+    target: str | None = None
+    """Where each checkpoint is copied besides, as an address of fsspec (`s3://bucket/run`, `file:///mnt/run`): it
+    counts as saved only when it is there, too. `qfleet resume ADDRESS` goes on from it on any machine."""
 
 
 class TrackConfig(Config):

@@ -39,6 +39,7 @@ from qfleet.program import absent, build_program, outlived, place
 from qfleet.rearranging import rearranged
 from qfleet.roles.evaluator import play
 from qfleet.runtime import checkpoint
+from qfleet.runtime.faraway import Faraway
 from qfleet.runtime.graph import open_handles
 from qfleet.runtime.ownership import interrupt_main_thread
 from qfleet.runtime.restarts import Restarts
@@ -76,6 +77,8 @@ class Session:
     run: RunDir
     callbacks: Callbacks
     sinks: Sequence[Sink]
+    faraway: Faraway | None = None
+    """Where checkpoints are copied besides."""
     extended: bool = False
     """Whether a resumed run got a new budget, and so goes on beyond its target."""
     _interrupts: Interrupts = field(default_factory=lambda: Interrupts())
@@ -297,7 +300,11 @@ class Session:
                 keep_model()
 
         def work() -> Path:
-            return checkpoint.save(epoch, partial, fill, meta, self.experiment.checkpoint.keep)
+            keep = self.experiment.checkpoint.keep
+            saved = checkpoint.save(epoch, partial, fill, meta, keep)
+            if self.faraway is not None:
+                self.faraway.copy(saved, self.run.path, keep)
+            return saved
 
         return Saving(env_steps, work, writing.abandon)
 

@@ -15,16 +15,21 @@ from qfleet.cli.flags import Given, parse_options, split_words, wants_help
 from qfleet.cli.helptext import help_page
 from qfleet.cli.settings import settings_of
 from qfleet.core.config import Config
+from qfleet.core.errors import ConfigError
 
-USAGE = "qfleet resume RUN_DIR [--env-steps N] [--placement P] [--learners N] [--parallel.SETTING VALUE ...] [--quiet]"
+USAGE = (
+    "qfleet resume RUN_DIR|ADDRESS [--env-steps N] [--placement P] [--learners N] [--parallel.SETTING VALUE] [--quiet]"
+)
 _PLAN = "parallel."
 
 
 class ResumeOptions(Config):
     """Flags of `resume`."""
 
-    run_dir: Path
-    """The directory of the run."""
+    run_dir: str
+    """The directory of the run, or the address that it was copied to (checkpoint.target)."""
+    into: Path | None = None
+    """Where a run that is named by an address goes on; a directory under runs/ by default."""
     env_steps: int | None = Field(None, gt=0)
     """Go on to this many steps in all, instead of the run's own budget."""
     placement: Literal["inline", "processes", "ray"] | None = None
@@ -52,20 +57,33 @@ def run(words: Sequence[str]) -> int:
     from qfleet.cli.panel import make_console_sink
     from qfleet.cli.results import exit_code, show_run
 
-    before = _steps_at_its_end(given.run_dir)
-    with crash_file_in(given.run_dir):
+    run_dir = _directory(given)
+    before = _steps_at_its_end(run_dir)
+    with crash_file_in(run_dir):
         finished = api.resume(
-            given.run_dir,
+            run_dir,
             env_steps=given.env_steps,
             placement=given.placement,
             learners=given.learners,
-            parallel=_read(plan, given.run_dir),
+            parallel=_read(plan, run_dir),
             sinks=[make_console_sink(given.quiet)],
         )
     show_run(finished.summary, finished.dir, given.quiet)
     if not given.quiet and before is not None and finished.summary["env_steps"] == before:
         print(f"nothing was left to do; to train further: qfleet resume {finished.dir} --env-steps {2 * before}")
     return exit_code(finished.summary, target_given=False)
+
+
+def _directory(given: ResumeOptions) -> Path:
+    """Return where the run is, which is copied there first if it was named by an address."""
+    from qfleet import api
+    from qfleet.runtime.faraway import is_address
+
+    if is_address(given.run_dir):
+        return api.fetch(given.run_dir, given.into)
+    if given.into is not None:
+        raise ConfigError(f"'--into' is for the address of a run; '{given.run_dir}' is a directory, used where it is")
+    return Path(given.run_dir)
 
 
 def _divided(words: Sequence[str]) -> tuple[list[str], list[Given]]:

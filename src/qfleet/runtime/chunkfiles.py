@@ -39,6 +39,12 @@ def folder_of(directory: Path) -> Path:
     return beside.parent / FOLDER
 
 
+def files_of(folder: Path, name: str) -> list[Path]:
+    """Return the files of a chunk: itself, and its parity if there is one."""
+    path = _path(folder, name)
+    return [one for one in (path, path.with_suffix(_PARITY)) if one.is_file()]
+
+
 def numbered(folder: Path, state: State, chunks: list[Chunk]) -> State:
     """Return a state with numbers in place of its chunks, which are added to the list.
 

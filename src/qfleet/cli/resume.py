@@ -26,7 +26,7 @@ _PLAN = "parallel."
 class ResumeOptions(Config):
     """Flags of `resume`."""
 
-    run_dir: str
+    run_dir: Path | str
     """The directory of the run, or the address that it was copied to (checkpoint.target)."""
     into: Path | None = None
     """Where a run that is named by an address goes on; a directory under runs/ by default."""
@@ -79,8 +79,8 @@ def _directory(given: ResumeOptions) -> Path:
     from qfleet import api
     from qfleet.runtime.faraway import is_address
 
-    if is_address(given.run_dir):
-        return api.fetch(given.run_dir, given.into)
+    if is_address(str(given.run_dir)):
+        return api.fetch(str(given.run_dir), given.into)
     if given.into is not None:
         raise ConfigError(f"'--into' is for the address of a run; '{given.run_dir}' is a directory, used where it is")
     return Path(given.run_dir)

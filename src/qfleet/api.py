@@ -195,12 +195,16 @@ def resume(
             experiment = experiment.replace(warm_start=None)  # the checkpoint has what came of it
         code, extended = UserCode(network, env), env_steps is not None
         faraway = _faraway(experiment, new=False)
-        session = Session(experiment, code, run, callbacks or Callbacks(), sinks, faraway, extended)
+        session = Session(
+            experiment, code, run, callbacks or Callbacks(), sinks, faraway, extended, learners is not None
+        )
         try:
             return Run(run.path, session.carry_out(found))
         except BaseException:
             if not run.begun:  # what was asked for cannot be done: the next try finds the run as it was
                 run.write(run.config, before)
+                if session.provisional is not None:
+                    run.epoch.discard(session.provisional)
             raise
 
 

@@ -270,12 +270,13 @@ class Experiment(Config):
         """What of a checkpoint depends on who learns; a run with another one has it rearranged before it goes on."""
         serving = self.serving
         return {
-            "ranks": self.rank_seats,
+            "ranks": self.ranks,
+            "seats": self.rank_seats,
             "split": self.split,
             "one role": int(self.placement == "inline" and self.learners > 1),
             "servers": 0 if serving is None else serving.servers,
             "mode": "" if serving is None else serving.mode,
-            "gradients": "" if serving is None else self.parallel.compression.kind,
+            "gradients": "" if serving is None else self.parallel.compression.model_dump_json(),
         }
 
     @property

@@ -38,9 +38,10 @@ _ROLE = re.compile(r"([a-z]+)-(\d+)\.msgpack")
 
 def rearranged(found: checkpoint.Found, program: Program, experiment: Experiment, epoch: Epoch) -> checkpoint.Found:
     """Write a checkpoint of the same moment that the roles of `program` can go on from; return it."""
-    old = found.directory
-    edges = _Edges(edgestates.of_all(old), program, experiment.ranks)
-    heritage = _inherited(old).with_unsent(edges.priorities)
+    old, heritage = found.directory, _inherited(found.directory)
+    split = int(found.manifest.get("arrangement", {}).get("split", 1))
+    edges = _Edges(edgestates.of_all(old), program, experiment.ranks, split, heritage.updates)
+    heritage = heritage.with_unsent(edges.priorities)
     partial = checkpoint.begin(epoch, found.manifest["env_steps"])
 
     def fill() -> None:
@@ -50,11 +51,16 @@ def rearranged(found: checkpoint.Found, program: Program, experiment: Experiment
         for node in program.graph.nodes:
             if node.kind in LEARNING:
                 checkpoint.write_state(partial, node.name, _state_for(node, heritage))
+        for shard, owed in edges.owed.items():
+            state = checkpoint.read_state(old, shard)
+            state["limiter"]["owed"] += owed
+            checkpoint.write_state(partial, shard, state)
         checkpoint.write_state(partial, edgestates.WHOLE, edges.whole)
 
-    standing = {**found.manifest["standing"], "learners": experiment.ranks}
+    standing = {**found.manifest.get("standing", {}), "learners": experiment.ranks}
     meta = {"standing": standing, "arrangement": experiment.arrangement}
-    directory = checkpoint.save(epoch, partial, fill, meta, experiment.checkpoint.keep)
+    # None is pushed out before the run has gone on from this one.
+    directory = checkpoint.save(epoch, partial, fill, meta, keep=len(checkpoint.complete(epoch.root)) + 1)
     return checkpoint.Found(directory, checkpoint.verify(directory), found.skipped, found.mended)
 
 
@@ -101,8 +107,14 @@ class _Edges:
     program: Program
     ranks: int
     """How many ranks learn from now on."""
+    old_split: int
+    """How many of the old ranks shared a network."""
+    updates: int
+    """How many the run has made."""
     whole: State = field(init=False)
     """What the new checkpoint has of all edges."""
+    owed: dict[str, float] = field(init=False, default_factory=dict)
+    """By shard, the transitions for which it draws again: no rank will learn from what it drew for them."""
     priorities: list[Priorities] = field(init=False, default_factory=list)
     """What is on its way to shards, for which there is no room in the streams."""
 
@@ -114,10 +126,8 @@ class _Edges:
         edges |= {name: [] for name in graph.streams if _is_between_learners(name)}
         edges |= {name: nothing if name in renewed else self._kept(name, nothing) for name in graph.latest_values}
         edges |= {name: _cells(old.get(name, []), size) for name, size in graph.counters.items()}
-        updates = self._first_counter("updates")
-        edges["updates"] = [
-            sum(old.get("updates", [])) * (number == updates) for number in range(graph.counters["updates"])
-        ]
+        first = self._first_counter("updates")
+        edges["updates"] = [self.updates * (cell == first) for cell in range(graph.counters["updates"])]
         for node in graph.nodes:
             if node.kind == ReplayShard.kind:
                 self._deal(node.config, node.handles, edges)
@@ -155,16 +165,20 @@ class _Edges:
         inlets: Any = handles.batches
         outlets: Any = handles.priorities
         waiting, told = self._lanes("batches", setup.index), self._lanes("priorities", setup.index)
-        draws = [draw for draw in _whole_draws(waiting) if (getattr(draw, "fresh", None) is not None) == setup.mirrored]
-        dealt = _dealt(draws, setup, inlets[: self.ranks], edges)
-        # What is not dealt again is drawn anew: the shard has not drawn for it.
-        given_back = sum(_updates(draw) for draw in _whole_draws(waiting)) - sum(_updates(draw) for draw in dealt)
-        samples: Any = handles.samples
-        edges["samples"][samples.reader] -= given_back
+        draws = _whole_draws(waiting, self.old_split)
+        dealt = _dealt([draw for draw in draws if _suits(draw, setup)], setup, inlets[: self.ranks], edges)
+        self._give_back(_to_learn(waiting) - sum(map(_updates, dealt)), setup, handles, edges)
         left = [message for rank in sorted(told) for message in told[rank]]
         for end in outlets[: max(self.ranks // setup.split, 1)]:
             edges[end.edge], left = left[: end.capacity], left[end.capacity :]
         self.priorities += left
+
+    def _give_back(self, updates: int, setup: ShardSetup, handles: ShardHandles, edges: State) -> None:
+        """Have a shard draw for so many updates again."""
+        if updates:
+            samples: Any = handles.samples
+            edges["samples"][samples.reader] -= updates
+            self.owed[f"{ReplayShard.kind}-{setup.index}"] = updates * setup.train_period
 
     def _lanes(self, what: str, shard: int) -> dict[int, list[Any]]:
         """Return the messages that waited between a shard and the old ranks, by rank."""
@@ -184,19 +198,34 @@ def _cells(old: Sequence[int], size: int) -> list[int]:
     return cells
 
 
-def _whole_draws(waiting: Mapping[int, Sequence[Drawn]]) -> list[Drawn]:
-    """Return the draws of which every replica has its share still before it, put together, in their order."""
+def _to_learn(waiting: Mapping[int, Sequence[Drawn]]) -> int:
+    """Return for how many updates draws are still to be learned from, by who goes on: by the first rank of a group, or
+    by whichever got a whole draw."""
+    drawn = {one.draw: _updates(one) for rank, lane in waiting.items() for one in lane if rank == 0 or one.parts == 1}
+    return sum(drawn.values())
+
+
+def _whole_draws(waiting: Mapping[int, Sequence[Drawn]], split: int) -> list[Drawn]:
+    """Return the first draws, in their order, of which every replica has its share still before it, put together.
+
+    What comes after one of which a share is missing is drawn again with that: numbers of draws have no gaps.
+    """
     shares: dict[int, dict[int, Drawn]] = {}
     for rank, messages in waiting.items():
         for message in messages:
-            ranks_of_one = max(len(waiting) // message.parts, 1)
-            shares.setdefault(message.draw, {})[rank // ranks_of_one if message.parts > 1 else 0] = message
+            shares.setdefault(message.draw, {})[rank // split if message.parts > 1 else 0] = message
     whole = []
     for number in sorted(shares):
         parts = [shares[number][replica] for replica in sorted(shares[number])]
-        if len(parts) == parts[0].parts:
-            whole.append(joined(parts))
+        if len(parts) < parts[0].parts:
+            break
+        whole.append(joined(parts))
     return whole
+
+
+def _suits(draw: Drawn, setup: ShardSetup) -> bool:
+    """Return whether a draw has what the new learner wants: observations, or the rows of its own copy of them."""
+    return (getattr(draw, "fresh", None) is not None) == setup.mirrored
 
 
 def _dealt(draws: Sequence[Drawn], setup: ShardSetup, inlets: Sequence[End], edges: State) -> list[Drawn]:

@@ -81,6 +81,10 @@ class Session:
     """Where checkpoints are copied besides."""
     extended: bool = False
     """Whether a resumed run got a new budget, and so goes on beyond its target."""
+    regrouped: bool = False
+    """Whether somebody asked for the number of learners, which then holds instead of the one that the run had."""
+    provisional: Path | None = None
+    """A checkpoint that was made for other learners, until they go on from it."""
     _interrupts: Interrupts = field(default_factory=lambda: Interrupts())
     _fallen: Fallen | None = None
     """What a death has undone, until the run goes on."""
@@ -140,7 +144,7 @@ class Session:
     def _carry_out(self, restore: checkpoint.Found | None, whole: ExitStack) -> dict[str, Any]:
         """Train to the end or to a failure; `whole` is closed when there is no further try."""
         self._interrupts.heed()
-        moved = restore is not None and _rearranged(self.experiment, restore)
+        moved = restore is not None and _rearranged(self.experiment, restore, self.regrouped)
         spec, grade = self._look_at_environment()
         plan = Plan.from_yaml(self.run.plan) if self.run.plan.is_file() else None
         require_able(self.experiment, spec, self.code)
@@ -148,6 +152,7 @@ class Session:
         program = build_program(self.experiment, spec, self.code, self.run.epoch.folder)
         if restore is not None and moved:
             restore = rearranged(restore, program, self.experiment, self.run.epoch)
+            self.provisional = restore.directory
             grade = "episode"
         if not self._opened:
             self._opened = [whole.enter_context(_closing(sink)) for sink in [*self._own_sinks(), *self.sinks]]
@@ -171,7 +176,7 @@ class Session:
             self._announce_fall(monitor, restore)
             if plan is not None:
                 monitor.announce({"event": "planned", "text": plan.line()})
-            self.run.begun = True
+            self.run.begun, self.provisional = True, None
             if monitor.growing is not None:
                 self.run.wished = monitor.growing.ask
             with self._interrupts.stopping(monitor, placement):
@@ -347,10 +352,11 @@ def play_episodes(
     return np.asarray(returns)
 
 
-def _rearranged(experiment: Experiment, restore: checkpoint.Found) -> bool:
+def _rearranged(experiment: Experiment, restore: checkpoint.Found, regrouped: bool) -> bool:
     """Return whether a checkpoint was saved by other learners; refuses those of other fused loops.
 
-    Each of these has its own environments and memory. Older checkpoints do not say whose they are.
+    Each of these has its own environments and memory. Older checkpoints do not say whose they are. A run that grew or
+    shrank goes on as it was, unless somebody asks for a number of learners now.
     """
     own = experiment.arrangement
     saved = {name: restore.manifest.get("arrangement", {}).get(name, value) for name, value in own.items()}
@@ -360,7 +366,8 @@ def _rearranged(experiment: Experiment, restore: checkpoint.Found) -> bool:
             f" {'one process' if saved['one role'] else 'processes'}: resume with that number in that placement, or"
             " begin a new run with its model (warm_start)"
         )
-    return saved != own
+    there = restore.manifest.get("standing", {}).get("learners", 0)
+    return saved != own or (regrouped and experiment.serving is None and there not in (0, experiment.ranks))
 
 
 def _tell_damage(monitor: Monitor, restore: checkpoint.Found) -> None:

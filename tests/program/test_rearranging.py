@@ -9,9 +9,11 @@ import pytest
 from program_cases import digest, short, stop_at
 
 import qfleet.api as api
+from qfleet import rearranging
 from qfleet.core import codec
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.core.role import State
+from qfleet.core.types import Batch
 from qfleet.experiment import Experiment
 from qfleet.presets import preset
 from qfleet.runtime import checkpoint
@@ -129,8 +131,9 @@ def test_one_run_goes_through_plans_in_processes_and_learns_from_each_draw_once(
 def test_gradients_take_another_form_from_now_on(tmp_path):
     two = in_turns(learners=2, lockstep=False, **{"parallel.compression.kind": "topk"})
     run = api.train(two, seed=5, run_dir=tmp_path / "run", callbacks=stop_at(150))
-    for number, kind in enumerate(("int8", "powersgd", "topk", "none"), 2):
-        run = api.resume(run.dir, parallel={"compression.kind": kind}, callbacks=stop_at(90 * number))
+    forms = ({"kind": "int8"}, {"kind": "powersgd", "rank": 1}, {"rank": 2}, {"kind": "topk"}, {"kind": "none"})
+    for number, form in enumerate(forms, 2):
+        run = api.resume(run.dir, parallel={"compression": form}, callbacks=stop_at(60 * number))
     run = api.resume(run.dir)
     assert run.summary["updates"] == (run.summary["env_steps"] - 100) // 8
 
@@ -151,6 +154,80 @@ def test_what_cannot_be_done_leaves_the_run_as_it_was(tmp_path):
         api.resume(run.dir, placement="processes", parallel={"tensor": 3})
     assert (run.dir / "config.yaml").read_bytes() == before
     assert api.resume(run.dir).summary["env_steps"] >= 400
+
+
+def test_a_plan_that_fails_once_its_checkpoint_is_made_leaves_the_old_one_the_newest(tmp_path, monkeypatch):
+    run = api.train(in_turns(lockstep=False), seed=5, run_dir=tmp_path / "run", callbacks=stop_at(150))
+    before = (run.dir / "config.yaml").read_bytes(), checkpoint.complete(run.dir / "checkpoints")
+
+    def refused(*arguments: Any) -> Any:
+        raise ConfigError("there is no room for so many")
+
+    monkeypatch.setattr("qfleet.session.place", refused)
+    with pytest.raises(ConfigError, match="no room for so many"):
+        api.resume(run.dir, learners=3, placement="inline")
+    assert ((run.dir / "config.yaml").read_bytes(), checkpoint.complete(run.dir / "checkpoints")) == before
+
+
+@pytest.mark.parametrize("learners", [1, pytest.param(2, marks=SLOW)])
+def test_the_limiter_of_a_run_in_processes_stays_as_it_was_over_a_resume(learners, tmp_path):
+    settings = {"learner.train_period": 1.0, "learner.batch_size": 256, "network.hidden": [256]}
+    run = api.train(everything(2000, **settings), seed=3, run_dir=tmp_path / "run", callbacks=stop_at(600))
+    before = last(run, "replay-0")["limiter"]
+    run = api.resume(run.dir, env_steps=900, learners=learners)
+    assert before["forgiven"] == last(run, "replay-0")["limiter"]["forgiven"] == 0.0
+    assert abs(run.summary["updates"] - (run.summary["env_steps"] - 200)) <= 1
+
+
+@pytest.mark.slow
+def test_a_number_of_learners_that_is_asked_for_holds_for_a_run_that_may_grow(tmp_path):
+    elastic = everything(3000, learners=1, **{"elastic.max_learners": 3, "elastic.automatic": "off"})
+    run = api.train(elastic, seed=3, run_dir=tmp_path / "run", callbacks=stop_at(500))
+    run = api.resume(run.dir, learners=2, env_steps=900)
+    standing = checkpoint.newest_good(run.dir / "checkpoints").manifest["standing"]
+    assert standing["learners"] == 2
+    assert abs(run.summary["updates"] - (run.summary["env_steps"] - 200) / 4) <= 1
+
+
+def share(number: int, parts: int) -> Batch:
+    """Two items of a draw, which no test looks at."""
+    items = {"observation": {}, "next_observation": {}}
+    values = dict.fromkeys(("action", "reward", "discount", "weight", "index", "generation"), np.zeros(2))
+    return Batch(**items, **values, draw=number, parts=parts)  # type: ignore[arg-type]
+
+
+def lanes(*draws: list[int], parts: int) -> dict[int, list[Batch]]:
+    return {rank: [share(number, parts) for number in numbers] for rank, numbers in enumerate(draws)}
+
+
+@pytest.mark.parametrize(
+    ("waiting", "split", "whole", "to_learn"),
+    [
+        (lanes([5, 6], parts=1), 1, [5, 6], 2),
+        (lanes([5, 6], [5, 6], parts=2), 1, [5, 6], 2),
+        (lanes([5, 6], [5, 6], [], [], parts=2), 1, [5, 6], 2),  # two of four are gone
+        (lanes([5], [5], [5], [5], parts=2), 2, [5], 1),
+        (lanes([5, 6, 7], [6, 7], [6, 7], parts=3), 1, [], 3),  # the first rank is behind: all is drawn again
+        (lanes([6], [5, 6], parts=2), 1, [], 1),
+        (lanes([5, 8], [6], [7, 9], parts=1), 1, [5, 6, 7, 8, 9], 5),  # dealt to whoever had room
+    ],
+)
+def test_what_waited_is_put_together_or_drawn_again(waiting, split, whole, to_learn):
+    assert [draw.draw for draw in rearranging._whole_draws(waiting, split)] == whole
+    assert rearranging._to_learn(waiting) == to_learn
+
+
+@pytest.mark.slow
+def test_draws_for_which_there_is_no_room_are_made_again(tmp_path):
+    """Three workers have a batch each before them; of one learner in turns one batch fits into the stream."""
+    serving = {"kind": "server", "servers": 1, "mode": "async"}
+    busy = {"learner.train_period": 1.0, "learner.batch_size": 256, "network.hidden": [256, 256]}
+    many = everything(4000, learners=3, **{"parallel.update": serving}, **busy)
+    run = api.train(many, seed=3, run_dir=tmp_path / "run", callbacks=stop_at(700))
+    run = api.resume(run.dir, env_steps=1000, learners=1, placement="inline", parallel=WHOLE)
+    assert last(run, "replay-0")["limiter"]["forgiven"] == 0.0
+    owed = run.summary["env_steps"] - 200
+    assert owed - 7 <= run.summary["updates"] <= owed, "but for gradients that were on their way"
 
 
 def test_other_fused_loops_are_refused_with_what_fits(tmp_path):

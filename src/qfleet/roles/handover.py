@@ -41,8 +41,8 @@ class Heritage:
     """What compression still owes, by rank."""
 
     def with_unsent(self, further: Sequence[Priorities]) -> Heritage:
-        """Return the same with more to tell the shards."""
-        return replace(self, unsent=(*self.unsent, *further))
+        """Return the same with more to tell the shards, which was on its way before."""
+        return replace(self, unsent=(*further, *self.unsent))
 
 
 def of_learners(states: Sequence[State]) -> Heritage:

@@ -182,7 +182,7 @@ class Joining:
         """Return what compression still owes, and which rank does."""
         if self._compressor is None:
             return {}
-        form = self._config.compression.kind
+        form = self._config.compression.model_dump(mode="json")
         return {"compressor": self._compressor.state_dict(), "form": form, "rank": self._group.rank}
 
     def load_state_dict(self, state: State) -> None:
@@ -190,7 +190,7 @@ class Joining:
 
         That is paid by the other: after a death all have the first rank's, and so has who had left when it was saved.
         """
-        form = self._config.compression.kind
+        form = self._config.compression.model_dump(mode="json")
         own = state.get("rank", self._group.rank) == self._group.rank and state.get("form", form) == form
         if self._compressor is not None and "compressor" in state and own:
             self._compressor.load_state_dict(state["compressor"])

@@ -218,8 +218,8 @@ class Worker:
         elif name == "part":
             hosted.role.state_dict()  # which is kept for the next life
         elif name == "restore":
+            self._ends.restore(directory, self._node.name)  # first: a role may look at its counters
             hosted.role.load_state_dict(checkpoint.read_state(directory, self._node.name))
-            self._ends.restore(directory, self._node.name)
         return Answer(name)
 
     def _capture(self, role: Role, directory: Path) -> None:

@@ -2,7 +2,7 @@
 # One training run that goes on whatever ends it:  deploy/keep.sh runs/pong atari:pong --placement ray --actors 16
 # The run's directory, then what goes to `qfleet train`. A death of the driver, or of all of Ray on this machine, is
 # answered by `qfleet resume`; settings that are refused, an end, Ctrl-C and `qfleet stop` are not. Under systemd, or
-# started by the machine's boot, it also survives the machine.
+# started by the machine's boot, it also survives the machine. A Ray that it starts has a new token each time.
 set -u
 
 run=$1
@@ -11,10 +11,9 @@ child=
 trap 'kill -INT "$child" 2>/dev/null' INT TERM # the run saves itself, and ends with 130
 
 while true; do
-  if compgen -G "$run/checkpoints/[0-9]*" >/dev/null; then
-    qfleet resume "$run" &
+  if [[ -f $run/config.yaml ]]; then
+    qfleet resume "$run" & # without a checkpoint it begins anew
   else
-    rm -rf "$run" # it died before its first checkpoint: nothing was saved
     qfleet train "$@" --run-dir "$run" &
   fi
   child=$!

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -49,6 +50,35 @@ def test_the_slurm_script_is_a_script_and_hides_its_token():
     commands = [line for line in script.read_text().splitlines() if re.match(r"\s*(srun|ray|qfleet) ", line)]
     assert commands
     assert not any("TOKEN" in line for line in commands)
+
+
+def kept(folder: Path, codes: str) -> tuple[int, list[str]]:
+    """Run the keeper with a qfleet that only notes how it was called and ends with these codes, one after the other."""
+    (folder / "bin").mkdir()
+    fake = folder / "bin" / "qfleet"
+    fake.write_text(
+        f"""#!/usr/bin/env bash
+echo "$@" >> {folder}/calls
+mkdir -p {folder}/run && touch {folder}/run/config.yaml
+codes=({codes})
+exit "${{codes[$(($(wc -l < {folder}/calls) - 1))]}}"
+"""
+    )
+    fake.chmod(0o755)
+    path = {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}"}
+    command = [str(DEPLOY / "keep.sh"), str(folder / "run"), "cartpole", "--seed", "1"]
+    ended = subprocess.run(command, env=path, stderr=subprocess.DEVNULL, timeout=60, check=False)
+    return ended.returncode, (folder / "calls").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "resumed"), [("0", 0, 0), ("137 3 0", 0, 2), ("2", 2, 0), ("1 130", 130, 1), ("3 4", 4, 1)]
+)
+def test_the_keeper_resumes_whatever_died_and_nothing_else(codes: str, code: int, resumed: int, tmp_path: Path) -> None:
+    ended, calls = kept(tmp_path, codes)
+    assert ended == code
+    first = f"train cartpole --seed 1 --run-dir {tmp_path}/run"
+    assert calls == [first] + [f"resume {tmp_path}/run"] * resumed
 
 
 def test_every_way_to_start_ray_has_a_token():

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +30,7 @@ from qfleet.core.types import Array, Weights
 from qfleet.core.usercode import UserCode
 from qfleet.envs import make_env
 from qfleet.experiment import Experiment
+from qfleet.interrupts import Interrupts
 from qfleet.observe.prometheus import PrometheusSink
 from qfleet.observe.sinks import JsonlSink, Sink
 from qfleet.observe.trackers import TensorBoardSink, WandbSink
@@ -41,20 +40,15 @@ from qfleet.roles.evaluator import play
 from qfleet.runtime import checkpoint
 from qfleet.runtime.faraway import Faraway
 from qfleet.runtime.graph import open_handles
-from qfleet.runtime.ownership import interrupt_main_thread
 from qfleet.runtime.restarts import Restarts
 from qfleet.runtime.rundir import RunDir, ending
-from qfleet.runtime.supervisor import SupervisedPlacement
 from qfleet.setups import learner_device
 from qfleet.sharing import crossing_bytes, require_shared_memory
 
-T = TypeVar("T")
 _FALLS = 5
 """How often in a row a run goes back to its last checkpoint because of quick deaths."""
 _QUICK_S = 60.0
 """A death is quick that comes sooner than this after the run began or went back."""
-_SECOND_SIGNAL_S = 0.5
-"""A second Ctrl-C that comes sooner than this is taken for the first one."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +79,7 @@ class Session:
     """Whether somebody asked for the number of learners, which then holds instead of the one that the run had."""
     provisional: Path | None = None
     """A checkpoint that was made for other learners, until they go on from it."""
-    _interrupts: Interrupts = field(default_factory=lambda: Interrupts())
+    _interrupts: Interrupts = field(default_factory=Interrupts)
     _fallen: Fallen | None = None
     """What a death has undone, until the run goes on."""
     _falls: int = 0
@@ -376,103 +370,6 @@ def _tell_damage(monitor: Monitor, restore: checkpoint.Found) -> None:
     lines = [("damaged", f"{line}: {used}") for line in restore.skipped]
     for kind, text in [*lines, *(("mended", line) for line in restore.mended)]:
         monitor.announce({"event": "notice", "role": "checkpoint", "index": 0, "kind": kind, "text": text})
-
-
-@dataclass
-class Interrupts:
-    """Ctrl-C, SIGTERM, a closed terminal, `qfleet stop`: the first one ends a run that goes on cleanly, others at once.
-
-    Where it ends at once, everything is closed first, and no further signal cuts that short.
-    """
-
-    count: int = 0
-    _last: float = -1.0
-    _at_once: bool = False
-    _ignored: bool = False
-    _handled: bool = False
-    """Whether signals come here."""
-    _monitor: Monitor | None = None
-    _hurry: Callable[[], None] | None = None
-
-    @contextmanager
-    def handled(self) -> Iterator[None]:
-        """Handle the signals meanwhile; only the main thread can, elsewhere nothing changes."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which it is under `nohup`
-            numbers.append(signal.SIGHUP)
-        before = {number: signal.signal(number, self._interrupt) for number in numbers}
-        self._handled = True
-        try:
-            yield
-        finally:
-            self._handled = False
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def ask(self) -> bool:
-        """End the run as a signal does, from another thread; returns whether that is heeded now.
-
-        A run that is being ended already is left in peace.
-        """
-        if self.count:
-            return True
-        if self._ignored:  # it goes back to a checkpoint
-            return False
-        if self._handled:
-            return interrupt_main_thread()
-        self.count += 1  # no signal can cut in: the run ends where its monitor looks
-        self._wind_up()
-        return True
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        soon, self._last = self.count > 0 and now - self._last < _SECOND_SIGNAL_S, now
-        if soon or self._ignored:
-            return
-        self.count += 1
-        self._wind_up()
-        if self._monitor is None or self._at_once or self.count > 1:
-            self._ignored = not self._at_once
-            raise KeyboardInterrupt
-
-    def _wind_up(self) -> None:
-        if self._monitor is not None:
-            self._monitor.stop("interrupt")
-        if self._hurry is not None:
-            self._hurry()
-
-    @contextmanager
-    def stopping(self, monitor: Monitor, placement: Placement) -> Iterator[None]:
-        """Let a first signal end the monitor's run, which saves it, instead of cutting in; no role may hold that up."""
-        self._monitor = monitor
-        self._hurry = placement.hurry if isinstance(placement, SupervisedPlacement) else None
-        if self.count:  # asked for while it was built
-            self._wind_up()
-        try:
-            yield
-        finally:
-            self._monitor = self._hurry = None
-
-    def ignore(self) -> None:
-        """Heed no further signal."""
-        self._ignored = True
-
-    def heed(self) -> None:
-        """Heed signals again: the run goes on."""
-        self._ignored = False
-
-    def at_once(self, work: Callable[[], T]) -> T | None:
-        """Do work of which nothing needs to be saved; a signal cuts it short, and then the result is None."""
-        self._at_once = True
-        try:
-            return work()
-        except KeyboardInterrupt:
-            return None
-        finally:
-            self._at_once = False
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def test_actors_and_learners_join_and_leave_and_every_draw_is_learned_from_once(
     assert "--elastic.max_actors 9" in answers[1]["text"]
     assert events_of(run.dir, "restart") == [], "nobody died"
     told = [event["text"] for event in events_of(run.dir, "notice") if event["kind"] in ("regrouped", "restarted")]
-    assert [text.partition("; ")[2] for text in told] == ["epoch 1, 2 ranks", "epoch 2, 1 ranks"]
+    assert [text.partition("; ")[2] for text in told] == ["epoch 1, 2 ranks", "epoch 2, 1 rank"]
     assert owed(run) - 1 < run.summary["updates"] <= owed(run) + 1, "nothing was lost, nothing doubled"
 
 

@@ -17,9 +17,9 @@ from program_cases import fingerprint, short, stop_at
 import qfleet
 from qfleet import Callbacks
 from qfleet.core.errors import ConfigError
+from qfleet.interrupts import Interrupts
 from qfleet.observe.sinks import read_jsonl
 from qfleet.runtime import checkpoint
-from qfleet.session import Interrupts
 
 
 def interrupt_myself() -> None:

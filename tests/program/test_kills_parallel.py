@@ -122,7 +122,7 @@ def test_a_group_goes_on_with_fewer_until_one_is_left_and_is_whole_again_when_re
     ]
     assert told[0].startswith("learner-0 died (its process was killed by SIGKILL")
     restarted = [event["text"] for event in events_of(tmp_path, "notice") if event["kind"] == "restarted"]
-    assert [text.split("; ")[1] for text in restarted] == ["epoch 1, 2 ranks", "epoch 2, 1 ranks"]
+    assert [text.split("; ")[1] for text in restarted] == ["epoch 1, 2 ranks", "epoch 2, 1 rank"]
     lost = sum(int(text.split(": ")[1].split()[0]) for text in restarted)
     owed = (done.summary["env_steps"] - 200) / 8
     assert owed - lost - 20 <= done.summary["updates"] <= owed + 1, "a few draws were cut for those who left"

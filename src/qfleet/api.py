@@ -201,7 +201,7 @@ def resume(
         try:
             return Run(run.path, session.carry_out(found))
         except BaseException:
-            if not run.begun:  # what was asked for cannot be done: the next try finds the run as it was
+            if changes and not run.begun:  # what was asked for cannot be done: the next try finds the run as it was
                 run.write(run.config, before)
                 if session.provisional is not None:
                     run.epoch.discard(session.provisional)

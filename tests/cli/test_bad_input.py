@@ -306,7 +306,7 @@ def test_a_configuration_file_cut_anywhere_is_refused_or_complete(capsys: pytest
         ("resume x --actors 2", "'--actors'. Usage: qfleet resume RUN_DIR"),
         ("resume x --actors 2", "all other settings are the run's own"),
         ("resume x --learners 0", "'learners'"),
-        ("resume x --parallel.tensor 2", "x"),
+        ("resume x --parallel.tensor 2", "x holds no run"),
         ("compare", "usage"),
         ("compare a --out b.png", "'--output'"),
         ("doctor --jason", "'--json'"),

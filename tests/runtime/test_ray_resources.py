@@ -60,9 +60,12 @@ def test_a_gpu_that_ray_does_not_know_of_is_told_with_the_remedy() -> None:
 
 def test_actors_are_only_where_there_is_what_they_need() -> None:
     nodes = [site("A"), site("B", emulator=1.0), site("C", emulator=8.0)]
-    assert {one.name for one in deal(0, 6, nodes, {"emulator": 1.0})} == {"B", "C"}
-    assert {one.name for one in deal(0, 6, nodes, {"emulator": 2.0})} == {"C"}
-    with pytest.raises(ConfigError, match=r"no node .* has 2 emulator, 1 disk.*--resources '\{\"emulator\": 2.0"):
+    dealt = [one.name for one in deal(0, 9, nodes, {"emulator": 1.0})]
+    assert (dealt.count("B"), dealt.count("C")) == (1, 8), "no more than there is"
+    assert {one.name for one in deal(0, 4, nodes, {"emulator": 2.0})} == {"C"}
+    with pytest.raises(ConfigError, match=r"5 actors need 2 emulator each .* room for 4: .*--resources"):
+        deal(0, 5, nodes, {"emulator": 2.0})
+    with pytest.raises(ConfigError, match=r"1 actors need 2 emulator, 1 disk each .* room for 0"):
         deal(0, 1, nodes, {"emulator": 2.0, "disk": 1.0})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -186,6 +186,16 @@ class Optim:
         self._rate.load_state_dict(state["schedule"])
         groups = self._torch.state_dict()["param_groups"]
         self._torch.load_state_dict({"state": {0: _copies(state["moments"])}, "param_groups": groups})
+
+
+def each_vector(moments: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Return an optimiser's moments with its vectors [P] changed; counters, which have no dimension, stay."""
+    return {name: change(value) if is_vector(value) else value for name, value in moments.items()}
+
+
+def is_vector(value: Any) -> bool:
+    """Return whether one of an optimiser's moments has an entry for each parameter."""
+    return isinstance(value, Tensor) and value.ndim == 1
 
 
 def _build(config: OptimConfig, parameter: nn.Parameter) -> torch.optim.Optimizer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,7 +13,7 @@ from qfleet.algo.agent import AgentConfig, ReplayAgent
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.gradients import EagerGradient
 from qfleet.algo.networks import QNetwork
-from qfleet.algo.optim import OptimConfig
+from qfleet.algo.optim import OptimConfig, each_vector
 from qfleet.algo.steps import GradientHook, GradientStep
 from qfleet.algo.updates import DeepUpdate, Learned, ReplayUpdate
 from qfleet.core.errors import CheckpointError, ConfigError
@@ -126,7 +125,7 @@ class SplitUpdate(ReplayUpdate):
         """Return what an unsplit update in this state would, so that it can be continued under any plan."""
         self.assemble()
         step = self._step.state_dict()
-        moments = _each_vector(step["optim"]["moments"], self._whole.gather)
+        moments = each_vector(step["optim"]["moments"], self._whole.gather)
         step |= {"weights": self.flat.to_numpy(), "optim": {**step["optim"], "moments": moments}}
         return {"step": step, "generator": self._generator_state(), "target": self.target_flat.to_numpy()}
 
@@ -135,7 +134,7 @@ class SplitUpdate(ReplayUpdate):
         self.flat.load_numpy(state["step"]["weights"])
         self.target_flat.load_numpy(state["target"])
         optim = state["step"]["optim"]
-        optim = {**optim, "moments": _each_vector(optim["moments"], self._own_moment)}
+        optim = {**optim, "moments": each_vector(optim["moments"], self._own_moment)}
         own = {"weights": self._own_values(self.flat), "optim": optim}
         DeepUpdate.load_state_dict(self, {**state, "step": {**state["step"], **own}})
         self._target_local.load_numpy(self._own_values(self.target_flat))
@@ -174,11 +173,3 @@ def _checked(agent: AgentConfig, online: QNetwork, mesh: Mesh, sharded: bool) ->
             f" {mesh.degrees} has {mesh.degrees.data}: set network.input.scale in its place, or use data 1"
         )
     return agent
-
-
-def _each_vector(moments: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """Return an optimiser's state with its vectors changed; counters, which have no dimension, stay."""
-    return {
-        name: change(value).cpu() if isinstance(value, Tensor) and value.ndim == 1 else value
-        for name, value in moments.items()
-    }

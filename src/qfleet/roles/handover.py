@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qfleet.algo.flat import FlatParameters
+from qfleet.algo.optim import each_vector, is_vector
 from qfleet.core import seeding
 from qfleet.core.role import State
 from qfleet.core.types import Floats, Ints, Priorities
@@ -132,7 +133,7 @@ def for_server(heritage: Heritage, setup: ServingSetup) -> State:
     """Return the state that a parameter server begins with: its slice, and books as if its workers had made it."""
     flat, step = FlatParameters(first_network(setup.learner)[0]), heritage.update["step"]
     part, updates = cut(len(flat.parameters), setup.serving.servers)[setup.index], heritage.updates
-    moments = _each_vector(step["optim"]["moments"], lambda whole: whole[part].clone())
+    moments = each_vector(step["optim"]["moments"], lambda whole: whole[part].clone())
     taken, rounds = _taken(updates, setup), setup.serving.mode == "sync"
     if rounds:
         books: State = {"version": np.array([updates]), "arrived": taken}
@@ -168,15 +169,6 @@ def _own_noise(setup: ServingSetup) -> Tensor:
 def _joined(moments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return an optimiser's state of the whole vector, from those of its slices in their order."""
     return {
-        name: torch.cat([one[name] for one in moments]) if _is_vector(value) else value
+        name: torch.cat([one[name] for one in moments]) if is_vector(value) else value
         for name, value in moments[0].items()
     }
-
-
-def _each_vector(moments: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """Return an optimiser's state with its vectors changed; counters, which have no dimension, stay."""
-    return {name: change(value) if _is_vector(value) else value for name, value in moments.items()}
-
-
-def _is_vector(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 1

@@ -191,8 +191,9 @@ class RayPlacement(ComingsPlacement):
         for name in self._away:
             self._vacated(name)  # a node that is to go must not wait for us
         going = ray_cluster.draining()
-        fit = [site for site in ray_cluster.sites() if site.id not in self._grounds.unfit and site.has(self._needs)]
-        return [Machine(site.id, site.name, site.cpus, going.get(site.id, "")) for site in fit]
+        rooms = {site: min(site.cpus, site.room(self._needs)) for site in ray_cluster.sites()}
+        fit = {site: room for site, room in rooms.items() if site.id not in self._grounds.unfit}
+        return [Machine(site.id, site.name, room, going.get(site.id, "")) for site, room in fit.items()]
 
     def home(self, name: str) -> str:
         """Return the id of the node where a role is, or was last."""

@@ -49,10 +49,10 @@ class Site:
     custom: frozenset[tuple[str, float]] = frozenset()
     """What a person said that it has besides, by name (`ray start --resources`)."""
 
-    def has(self, needs: Mapping[str, float]) -> bool:
-        """Return whether one role with such needs could ever be here."""
+    def room(self, needs: Mapping[str, float]) -> float:
+        """Return how many roles with such needs fit here, whatever CPUs there are."""
         custom = dict(self.custom)
-        return all(custom.get(name, 0.0) >= amount for name, amount in needs.items())
+        return min((custom.get(name, 0.0) // amount for name, amount in needs.items()), default=math.inf)
 
 
 def start_local() -> None:
@@ -223,19 +223,21 @@ def require_started(actors: Mapping[str, Any], patience_s: float = 300.0) -> Non
 def deal(here: int, anywhere: int, nodes: Sequence[Site], needs: Mapping[str, float] | None = None) -> list[Site]:
     """Return a node for each of so many roles that may be anywhere, when so many others are on the first node.
 
-    The next one goes to the node that has most CPUs left, of those that have what each of them needs.
+    The next one goes to the node that has most CPUs left, of those that still have what it needs.
     """
-    fit = [number for number, site in enumerate(nodes) if site.has(needs or {})]
-    if anywhere and not fit:
+    room = [site.room(needs or {}) for site in nodes]
+    if sum(room) < anywhere:
         raise ConfigError(
-            f"no node of the Ray cluster has {_listed(needs or {})}, which actor_resources asks for: start Ray on some"
-            f" with --resources '{json.dumps(dict(needs or {}))}'"
+            f"{anywhere} actors need {_listed(needs or {})} each (actor_resources), and the Ray cluster has room for"
+            f" {sum(room):g}: start Ray on more nodes with --resources '{json.dumps(dict(needs or {}))}', or lower"
+            " --actors"
         )
     left = [site.cpus - (here if number == 0 else 0) for number, site in enumerate(nodes)]
     dealt = []
     for _ in range(anywhere):
-        number = max(fit, key=lambda number: left[number])
+        number = max((number for number in range(len(nodes)) if room[number] >= 1), key=lambda number: left[number])
         left[number] -= 1
+        room[number] -= 1
         dealt.append(nodes[number])
     return dealt
 

@@ -1,13 +1,13 @@
 """Atari games on one machine with a GPU: training's steps a second, alone or beside the emulator's, curve and scores.
 
-    python benchmarks/gpu/atari.py GAME [--recipe fast|dopamine] [--seeds 1 2 3] [--limit 240] [--target 18]
-        [--beside 128] [--section.field VALUE ...]
+    python benchmarks/gpu/atari.py GAME [--seeds 1 2 3] [--limit 240] [--target 18] [--beside 128]
+        [--section.field VALUE ...]
 
 `--beside` plays so many games with ale-py's vector alone, on all cores and with random actions, in turns with training,
 whose processes are stopped meanwhile: machines that others use too change their pace from minute to minute. Training's
-share is the median of what each of its stretches made of the two raw ones around it. The recipe `fast` is the preset
-`atari-fast`; `dopamine` is `atari` with padded convolutions, the DQN that Dopamine publishes curves of, for 10M frames.
-`train_return` is the mean of the training episodes that ended last.
+share is the median of what each of its stretches made of the two raw ones around it. The preset is `atari-fast`; the
+DQN that Dopamine publishes curves of is in `dopamine.py`. `train_return` is the mean of the training episodes that
+ended last.
 """
 
 from __future__ import annotations
@@ -49,17 +49,6 @@ TRAINED_S, RAW_S = 6.0, 2.0
 """Seconds of each turn."""
 WARM = 40_000
 """Steps before the first turn."""
-PRESETS = {"fast": "atari-fast:", "dopamine": "atari:"}
-RECIPES: dict[str, dict[str, Any]] = {
-    "fast": {},
-    "dopamine": {
-        "network.padding": "same",
-        "accel.precision": "tf32",
-        "learner.updates_per_draw": 16,
-        "env_steps": 2_500_000,
-        "evaluation.every": 500_000,
-    },
-}
 
 
 class RawGames:
@@ -131,7 +120,7 @@ def train(game: str, settings: dict[str, Any], seed: int, limit: float, turns: I
 
     with tempfile.TemporaryDirectory() as folder:
         run = api.train(
-            with_changes(preset(game), settings), seed=seed, run_dir=Path(folder) / "run",
+            with_changes(preset(f"atari-fast:{game}"), settings), seed=seed, run_dir=Path(folder) / "run",
             callbacks=Callbacks(on_step=on_step, on_evaluation=on_evaluation),
         )  # fmt: skip
         records = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
@@ -166,23 +155,22 @@ def rates(records: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("game")
-    parser.add_argument("--recipe", choices=list(RECIPES), default="fast")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--limit", type=float, default=240.0)
     parser.add_argument("--target", type=float)
     parser.add_argument("--beside", type=int, metavar="GAMES")
     options, rest = parser.parse_known_args()
     given = {name.removeprefix("--"): yaml.safe_load(value) for name, value in zip(rest[::2], rest[1::2], strict=True)}
-    settings = {**MACHINE, **RECIPES[options.recipe], "evaluation.target": options.target, **given}
+    settings = {**MACHINE, "evaluation.target": options.target, **given}
     games = RawGames(options.game, options.beside) if options.beside else None
     for seed in options.seeds:
         turns = InTurns(games, WARM) if games else None
         psutil.cpu_percent()
-        result = train(PRESETS[options.recipe] + options.game, settings, seed, options.limit, turns)
+        result = train(options.game, settings, seed, options.limit, turns)
         result |= {"cores": os.cpu_count(), "cores_busy": psutil.cpu_percent() / 100}
         if turns:
             result |= {"raw": turns.raw, "trained": turns.trained, "share_of_raw": float(np.median(turns.shares()))}
-        print(json.dumps({"game": options.game, "recipe": options.recipe, "seed": seed, **given, **result}), flush=True)
+        print(json.dumps({"game": options.game, "seed": seed, **given, **result}), flush=True)
 
 
 if __name__ == "__main__":

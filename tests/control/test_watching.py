@@ -55,6 +55,17 @@ def test_what_actors_have_lost_is_their_sum() -> None:
     assert "cut_episodes" not in Progress(experiment(), lambda: 1.0).record([actor(0, 50, 1.0)], 50, 5, 1.0)
 
 
+
+def test_returns_of_any_stretch_can_be_told_from_their_sum() -> None:
+    def ended(index: int, episodes: float, returns: float) -> Report:
+        return Report("actor", index, "running", {"episodes": episodes, "return_sum": returns}, 1.0, {})
+
+    progress = Progress(experiment(), lambda: 1.0)
+    before = progress.record([ended(0, 2, 10.0), ended(1, 1, -4.0)], 50, 5, 1.0)
+    after = progress.record([ended(0, 4, 30.0), ended(1, 2, 6.0)], 100, 5, 1.0)
+    returns, episodes = (after[name] - before[name] for name in ("return_sum", "episodes"))
+    assert (returns, episodes) == (30.0, 3.0)
+
 class Kept:
     """A sink that keeps the events."""
 

@@ -143,6 +143,7 @@ class Actor(Role):
         self._acted_with: Version | None = None
         self._ticks = 0  # of the message that is being written
         self._returns, self._lengths, self._episodes, self._cuts = Window(100), Window(100), 0, 0
+        self._return_sum = 0.0
 
     def step(self) -> Status:
         """Act for a few ticks and send what happened."""
@@ -248,6 +249,7 @@ class Actor(Role):
         self._progress.count(steps)
         for score, length in zip(tick.scores, tick.score_lengths, strict=True):
             self._returns.add(float(score))
+            self._return_sum += float(score)
             self._lengths.add(float(length))
             self._episodes += 1
 
@@ -271,6 +273,7 @@ class Actor(Role):
             values["network_s"] = self._acting.network_s
         if self._episodes:
             values |= {"episode_return": self._returns.mean(), "episode_length": self._lengths.mean()}
+            values["return_sum"] = self._return_sum
         if self._cuts:
             values["cut_episodes"] = float(self._cuts)
         if self._progress.lost:
@@ -288,7 +291,7 @@ class Actor(Role):
             "written": [self._ticks, self._recorder.open_rows() if isinstance(self._recorder, RowRecorder) else None],
             "acted_with": self._acted_with,
             "sequence": self._recorder.sequence,
-            "statistics": [self._returns.state_dict(), self._lengths.state_dict(), self._episodes],
+            "statistics": [self._returns.state_dict(), self._lengths.state_dict(), self._episodes, self._return_sum],
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -310,7 +313,8 @@ class Actor(Role):
         if isinstance(self._recorder, RowRecorder) and "written" in state:  # version 0.1 wrote a message in one step
             self._ticks, rows = state["written"]
             self._recorder.reopen(rows)
-        returns, lengths, self._episodes = state["statistics"]
+        returns, lengths, self._episodes, *summed = state["statistics"]
+        self._return_sum = summed[0] if summed else 0.0  # earlier ones kept no sum
         self._returns.load_state_dict(returns)
         self._lengths.load_state_dict(lengths)
 

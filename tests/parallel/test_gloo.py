@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ def test_groups_of_a_mesh_have_one_thread_each(tmp_path: Path) -> None:
     mesh = Mesh(Degrees(), 0, 1, f"file://{tmp_path}/meet", "cpu", 10.0)
     try:
         for group in (mesh.group("tensor"), distributed.new_group([0])):
-            assert group._get_backend(torch.device("cpu")).options._threads == 1  # type: ignore[attr-defined]
+            backend: Any = group._get_backend(torch.device("cpu"))
+            assert backend.options._threads == 1
     finally:
         mesh.close()
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from qfleet.core.errors import ConfigError
 from qfleet.parallel.devices import own_device
+from qfleet.parallel.gloo import INTERFACES, one_thread_gloo
 from qfleet.parallel.gradsync import LOOPBACK, local, meeting_store
 
 Dimension = Literal["data", "pipeline", "tensor"]
@@ -67,7 +68,7 @@ class Mesh:
         self.device = _device(device, rank, size, rendezvous)
         if local(rendezvous):
             _stay_on_loopback()
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        backend = "nccl" if self.device.type == "cuda" else one_thread_gloo()
         timeout = timedelta(seconds=timeout_s)
         try:
             store = meeting_store(rendezvous, rank, size, timeout)
@@ -145,7 +146,7 @@ def _stay_on_loopback() -> None:
     """Let all groups of this process, which torch makes as it likes, listen where no other machine can reach them."""
     names = [name for name, addresses in psutil.net_if_addrs().items() if any(a.address == LOOPBACK for a in addresses)]
     if names:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+        os.environ.setdefault(INTERFACES, names[0])
 
 
 def _lost(error: BaseException | None) -> bool:

@@ -159,7 +159,7 @@ class Experiment(Config):
             *self.elastic.contradictions(
                 self.actors, self.all_actors, self.learners, learner.batch_size, self.scalable, self.regroupable
             ),
-            *self.parallel.contradictions(self.learners, learner.batch_size, replaying and not memory, self.placement),
+            *self.parallel.contradictions(self.learners, learner.batch_size, replaying and not memory),
             (self.agent.kind == "tabular" and self.network.kind != "tabular",
              f"agent.kind 'tabular' needs network.kind 'tabular', not '{self.network.kind}'"),
             (self.agent.kind != "tabular" and self.network.kind == "tabular",
@@ -337,7 +337,7 @@ class Experiment(Config):
         parallel = self.parallel
         sums = parallel.update.kind == "allreduce" and not parallel.in_pieces and parallel.compression.kind == "none"
         steady = self.learner.updates_per_draw == 1 and self.optim.schedule.kind != "plateau" and not self._normalized
-        return self.scalable and sums and steady and self.placement == "processes"
+        return self.scalable and sums and steady
 
     @property
     def seats(self) -> int:

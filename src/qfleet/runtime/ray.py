@@ -94,7 +94,7 @@ class RayPlacement(ComingsPlacement):
             self._grounds.require(others)
             self._warn_of_crowd(ray.cluster_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]
             homes = {member.name: self._homes[member.name] for member in self.crew}
-            gpus = ray_cluster.gpu_shares({name: home for name, home in homes.items() if name in on_gpus})
+            gpus = ray_cluster.gpu_shares({name: home for name, home in self._homes.items() if name in on_gpus})
             roaming = {node.name: self._needs for node in graph.nodes if node.kind in anywhere}
             self._hands.hire(homes, ray_cluster.cpu_shares(homes.values()), gpus, roaming)
             self._set_up(self._lay_out(graph, others), payloads, threads or {}, background)

@@ -216,6 +216,9 @@ class Experiment(Config):
              f"address needs placement 'ray', not '{self.placement}'"),
             (bool(self.actor_resources) and self.placement != "ray",
              f"actor_resources needs placement 'ray', not '{self.placement}'"),
+            (self.parallel.across_nodes and (self.placement != "ray" or self.rank_seats == 1 or not self.whole_ranks),
+             "parallel.across_nodes is for a group of learners (learners 2 or more, or elastic.max_learners) with whole"
+             " networks that sum their gradients or meet, in placement 'ray'"),
             (ordered and self.ranks > 1,
              f"lockstep needs one learner, not {self.ranks}: the ranks of a group step together"),
             (ordered and servers > 0,
@@ -264,6 +267,11 @@ class Experiment(Config):
     def ranks(self) -> int:
         """How many ranks learn: those of all replicas, each of which may be split."""
         return self.learners * self.split
+
+    @property
+    def whole_ranks(self) -> bool:
+        """Whether learners are the ranks of a group in which each has a whole network."""
+        return self.serving is None and not self.fused and not self.parallel.in_pieces
 
     @property
     def arrangement(self) -> dict[str, int | str]:

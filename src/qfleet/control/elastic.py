@@ -48,6 +48,8 @@ class NodeSight:
     """Roles of the run on it that are no actors."""
     draining: str = ""
     """Why it will soon be gone; empty if it will not."""
+    ranks: int = 0
+    """Learner ranks on it that could be elsewhere."""
 
     @property
     def room(self) -> int:
@@ -71,7 +73,7 @@ class Sight:
 
 @dataclass(frozen=True)
 class Change:
-    """Another number of actors on one node, or of learner ranks."""
+    """Another number of actors on one node, or of learner ranks; as many ranks where they are to be elsewhere."""
 
     role: Literal["actor", "learner"]
     node: str
@@ -136,8 +138,11 @@ class Elastic:
         ]
         if self.learners == sight.learners:
             self._regrouping = ""
-        elif self._regrouping:  # who is missing because of a death comes back when a person says so
+        leaving = next((_going(node) for node in sight.nodes[1:] if node.draining and node.ranks), "")
+        if self._regrouping:  # who is missing because of a death comes back when a person says so
             changes.append(Change("learner", "", sight.learners, self.learners, self._regrouping))
+        elif leaving:
+            changes.append(Change("learner", "", sight.learners, sight.learners, leaving))
         return sorted(changes, key=lambda change: change.after - change.before)  # who leaves makes room first
 
     def _look(self, sight: Sight) -> None:

@@ -46,6 +46,9 @@ class ParallelConfig(Config):
     after_death: Literal["same", "fewer"] = "same"
     """With how many ranks a group goes on when one of them dies: with the same number, or with one fewer each time,
     until one is left. The batch stays the same; a resumed run has all of them again."""
+    across_nodes: bool = False
+    """Let ranks be on other nodes of a Ray cluster where the driver's has no GPU, or CPU, left for them. What they send
+    each other is neither encrypted nor signed: only for a network where nobody else is."""
 
     @property
     def split(self) -> int:

@@ -182,13 +182,18 @@ class Keeper:
                 lay_out(edges, self._folder, here)
 
     def begin(
-        self, name: str, keepers: Mapping[str, Any], imports: Mapping[str, Imports], exports: Mapping[str, Imports]
+        self,
+        name: str,
+        keepers: Mapping[str, Any],
+        imports: Mapping[str, Imports],
+        exports: Mapping[str, Imports],
+        begun: Mapping[str, int],
     ) -> None:
-        """Learn who the others are and what is exchanged with them."""
+        """Learn who the others are and what is exchanged with them, and with which messages streams begin."""
         with self._once("begin") as first:
             if first:
                 self._name, self._keepers, self._sources = name, keepers, list(imports)
-                self._depot = Depot(self._folder, imports, exports)
+                self._depot = Depot(self._folder, imports, exports, begun)
 
     def carry(self) -> None:
         """Let what is new on other nodes come here from now on."""
@@ -217,6 +222,10 @@ class Keeper:
         """Let counters begin with these cells: roles that were elsewhere before go on counting here."""
         for edge, cells in counters.items():
             attach(edge_stem(self._folder, edge)).view(np.int64)[:] = cells
+
+    def let_go(self, edges: Sequence[str]) -> None:
+        """Exchange nothing more of some streams."""
+        self._depot.let_go(edges)
 
     def unfetched(self, edges: Sequence[str]) -> int:
         """Return how many messages of some streams have not been used up where they go to."""
@@ -269,10 +278,10 @@ class Keeper:
 
     def _tell_taken(self) -> None:
         """Tell senders elsewhere at once what roles here have taken."""
-        poll, bells = select.poll(), [entry.bell for entry in self._depot.entries.values()]
-        for bell in bells:
-            poll.register(bell, select.POLLIN)
         while not self._closed.is_set():
+            poll, bells = select.poll(), [entry.bell for entry in list(self._depot.entries.values())]
+            for bell in bells:
+                poll.register(bell, select.POLLIN)
             if poll.poll(1e3 * PATIENCE_S):
                 for bell in bells:
                     bell.silence()

@@ -61,6 +61,13 @@ def hold(stem: Path, more: int | None) -> None:
     cells[_HELD] = 0 if more is None else cells[SENT] + more + 1
 
 
+def reopen(stem: Path) -> int:
+    """Let a receiver that was on another node go on with what its sender still has; returns the first such message."""
+    cells = attach(stem).view(np.int64)
+    cells[TAKEN] = max(int(cells[TAKEN]), 0)  # less where messages of a restored run waited there
+    return int(cells[TAKEN])
+
+
 class Ring:
     """What both ends of a stream see: the cursors and the slots."""
 

@@ -239,4 +239,5 @@ def test_ranks_of_a_node_that_is_to_go_move_once_and_keep_their_number() -> None
     left = dataclasses.replace(going, ranks=0)
     assert elastic.decide(sight(2.0, here, left, learners=2)) == []
     driver = dataclasses.replace(here, ranks=2, draining="Ray drains it")
-    assert elastic.decide(sight(3.0, driver, learners=2)) == [], "the driver's node is never left"
+    changes = elastic.decide(sight(3.0, driver, learners=2))
+    assert not [change for change in changes if change.role == "learner"], "the driver's node is never left"

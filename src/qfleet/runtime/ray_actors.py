@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import ray
 from ray import cloudpickle
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from qfleet.core import failpoints
 from qfleet.core.protocols import Report
@@ -44,6 +44,8 @@ from qfleet.runtime.worker import (
 PATIENCE_S = 0.5
 """How long a call stays where it was made, when there is nothing to tell."""
 _STOP_S = 5.0
+_TRANSFER_S, _LONGEST_TRANSFER_S = 5.0, 300.0
+"""How long what another node sends may be on its way at first, and at most, before it is asked for again."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,9 @@ class Keeper:
         """What is done once, and was."""
         self._put: dict[str, tuple[int, Any]] = {}
         """The newest values that were asked for, as Ray objects: each is put once, for all nodes."""
+        self._transfer_s, self._getting = _TRANSFER_S, threading.Lock()
+        """How long an answer may take, and who waits for a value: where several threads of a process wait for objects
+        of other nodes, Ray may forget to fetch one."""
         self._depot: Depot
         self._keepers: Mapping[str, Any] = {}
 
@@ -260,10 +265,22 @@ class Keeper:
         return known
 
     def _ask(self, source: str, patience: float) -> bool:
-        """Take in what another node has for this one; returns whether that was everything."""
-        parcel: Parcel = insist(self._keepers[source].fetch, self._name, self._depot.question(source), patience)
-        values = {edge: (stamp, ray.get(frame)) for edge, (stamp, frame) in parcel.values.items()}
-        self._depot.take_in(source, replace(parcel, values=values))
+        """Take in what another node has for this one; returns whether that was everything.
+
+        Messages wait for no values. What does not come in time is asked for again, with more patience.
+        """
+        question, limit = self._depot.question(source), self._transfer_s
+        try:
+            parcel: Parcel = insist(self._keepers[source].fetch, self._name, question, patience, patience_s=limit)
+            self._depot.take_in(source, replace(parcel, values={}))
+            with self._getting:
+                values = {
+                    edge: (stamp, ray.get(frame, timeout=limit)) for edge, (stamp, frame) in parcel.values.items()
+                }
+        except GetTimeoutError:
+            self._transfer_s = min(2 * limit, _LONGEST_TRANSFER_S)
+            return False
+        self._depot.take_in(source, Parcel(parcel.heeded, {}, values, {}))
         return parcel.heeded
 
     def _follow(self, source: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import sys
 import time
@@ -70,6 +71,28 @@ class Watch(Thread):
         return self.seen
 
 
+def learn_across(first: Machine, second: Machine, known: dict[str, str], folder: Path) -> None:
+    """Train with one rank more than the first machine has cores for: it is on the second one, and learns there."""
+    ranks = max(0, len(os.sched_getaffinity(0)) - 3) + 2  # of the first machine's cores three roles take one each
+    command = (
+        f"qfleet train gym:CartPole-v1 --placement ray --address {HEAD}:6379 --actors 1 --learners {ranks}"
+        " --parallel.across-nodes True --network.input.normalize False --env-steps 1000 --learner.learning_starts 200"
+        f" --evaluation.test_episodes 1 --evaluation.episodes 1 --quiet --run-dir {folder}"
+    )
+    there = Watch(second)
+    there.start()
+    done = first.run(command, known, seconds=600)
+    seen = there.stop()
+    assert done.returncode == 0, done.stdout
+    assert f"learner-{ranks - 1}" in seen
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["updates"] > 0
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    (told,) = [event["text"] for event in events if event.get("kind") == "network"]
+    assert f"meet at store://{HEAD}:" in told
+    assert not [event for event in events if event["event"] == "restart"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -98,6 +121,7 @@ def test_the_commands_of_the_page_on_two_machines(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout
         assert roles == {"here": {"replay-0", "learner-0", "evaluator-0"}, "there": {"actor-0", "actor-1"}}
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["env_steps"] >= 240
+        learn_across(first, second, known, tmp_path / "group")
         for machine in (second, first):
             assert machine.run("ray stop", known).returncode == 0
             assert not {"raylet", "gcs_server"} & set(machine.processes())

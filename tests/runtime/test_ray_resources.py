@@ -16,7 +16,8 @@ from qfleet.core.errors import ConfigError
 pytest.importorskip("ray")
 
 from qfleet.runtime import ray_cluster
-from qfleet.runtime.ray_cluster import Site, deal, gpu_shares, rank_site
+from qfleet.runtime.ray_cluster import Site, deal, gpu_shares
+from qfleet.runtime.ray_places import rank_site
 
 ON_GPUS = """
 import json, os, signal, time

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -41,6 +40,7 @@ from qfleet.runtime.ray_cluster import Site
 from qfleet.runtime.ray_hands import Hands
 from qfleet.runtime.ray_keepers import Keepers
 from qfleet.runtime.ray_life import ActorLife
+from qfleet.runtime.ray_places import Grounds, rank_site, settle_down
 from qfleet.runtime.reviving import Revival
 from qfleet.runtime.streams import reopen
 from qfleet.runtime.supervisor import Member
@@ -100,8 +100,10 @@ class RayPlacement(ComingsPlacement):
             if address is not None and wanted:
                 self._ask_for(wanted, sum(node.kind not in anywhere for node in graph.nodes))
             nodes = ray_cluster.sites()
-            self._grounds = _Grounds(rehearsal, in_flight)
-            self._homes = self._settle_down(nodes, set(anywhere))
+            self._grounds = Grounds(rehearsal, in_flight)
+            there = [node for node in graph.nodes if node.name not in self._away]
+            dealt = settle_down(there, anywhere, self._across, nodes, self._needs, self._on_gpus)
+            self._homes = dict.fromkeys(self._nodes, nodes[0]) | dealt
             self._here, *others = dict.fromkeys([nodes[0], *self._homes.values()])
             self._grounds.require(others)
             self._warn_of_crowd(ray.cluster_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]
@@ -125,21 +127,6 @@ class RayPlacement(ComingsPlacement):
         each = "".join(f" and {amount:g} {name}" for name, amount in self._needs.items())
         text = f"the autoscaler, if there is one, is asked for {others} CPUs and {wanted} times 1 CPU{each}"
         self._incidents.append(Notice("supervisor", 0, "asked", text))
-
-    def _settle_down(self, nodes: Sequence[Site], anywhere: Collection[str]) -> dict[str, Site]:
-        """Return the node that each role is on; for those that are away the driver's."""
-        there = [node for node in self._graph.nodes if node.name not in self._away]
-        roaming = [node.name for node in there if node.kind in anywhere]
-        ranks = [node.name for kind in self._across for node in [n for n in there if n.kind == kind][1:]]
-        here = len(there) - len(roaming) - len(ranks)
-        settled: list[Site] = []
-        for name in ranks:
-            roles = Counter([*[nodes[0]] * here, *settled])
-            beside = Counter([nodes[0], *settled])
-            settled.append(ray_cluster.rank_site(nodes, roles, beside, name in self._on_gpus) or nodes[0])
-        dealt = ray_cluster.deal(here, len(roaming), nodes, self._needs, settled)
-        homes = dict.fromkeys(self._nodes, nodes[0]) | dict(zip(ranks, settled, strict=True))
-        return homes | dict(zip(roaming, dealt, strict=True))
 
     def _set_up(
         self,
@@ -347,7 +334,7 @@ class RayPlacement(ComingsPlacement):
         there = [*(member.name for member in self.crew if member.name != name), *coming]
         ranks = [other for other in there if self._nodes[other].kind == self._nodes[name].kind]
         roles, beside = (Counter(self._homes[other] for other in some) for some in (there, ranks))
-        return ray_cluster.rank_site(sites, roles, beside, name in self._on_gpus)
+        return rank_site(sites, roles, beside, name in self._on_gpus)
 
     def _house_rank(self, name: str, site: Site) -> None:
         """Let a role of a group be on a node from its next life on, or on this one if that cannot be."""
@@ -434,23 +421,6 @@ class RayPlacement(ComingsPlacement):
             ray_cluster.ask_for([])
         if self._owns_ray:
             ray_cluster.stop_local()
-
-
-class _Grounds:
-    """Which nodes have what a run needs; each is looked over once."""
-
-    def __init__(self, rehearsal: Callable[[], Any] | None, in_flight: float) -> None:
-        self._rehearsal, self._in_flight = rehearsal, in_flight
-        self._fit: set[str] = set()
-        self.unfit: set[str] = set()
-        """The ids of nodes that cannot have roles: they lack something, or are lost, which Ray may not know yet."""
-
-    def require(self, sites: Sequence[Site]) -> None:
-        """Raise ConfigError unless all of these nodes will do."""
-        new = [site for site in sites if site.id not in self._fit]
-        ray_cluster.require_alike(new, sys.path, self._rehearsal)
-        ray_cluster.require_store(new, self._in_flight)
-        self._fit |= {site.id for site in new}
 
 
 def _payload(node: Node) -> bytes:

@@ -223,20 +223,6 @@ def require_started(actors: Mapping[str, Any], patience_s: float = 300.0) -> Non
         )
 
 
-def rank_site(nodes: Sequence[Site], roles: Mapping[Site, int], ranks: Mapping[Site, int], on_gpu: bool) -> Site | None:
-    """Return the node that one more rank of a group goes to, given the roles and the ranks on each; None without room.
-
-    That is the first one as long as it has room, and then the one that has most: GPUs that no other rank has, or CPUs
-    that no other role has for ranks that compute there.
-    """
-
-    def room(site: Site) -> float:
-        return site.gpus - ranks.get(site, 0) if on_gpu else site.cpus - roles.get(site, 0)
-
-    best = nodes[0] if room(nodes[0]) >= 1 else max(nodes, key=room)
-    return best if room(best) >= 1 else None
-
-
 def deal(
     here: int,
     anywhere: int,

@@ -180,7 +180,7 @@ class Asked:
 
 
 def test_messages_do_not_wait_for_a_value_that_ray_forgets_and_it_is_asked_for_again(tmp_path: Path) -> None:
-    """A rank stood still with a batch that had come to its node, behind weights that never did."""
+    """A rank would stand still for a batch that has come to its node, behind weights that never do."""
     from qfleet.runtime.ray_actors import Keeper
 
     here, there = tmp_path / "here", tmp_path / "there"

@@ -320,8 +320,11 @@ class RayPlacement(ComingsPlacement):
         for name in names:
             home = self._homes[name]
             homeless = name in self._away if home == self._here else home.id in going
-            if homeless and self._nodes[name].kind in self._across:
-                self._house_rank(name, self._room_for(name) or self._here)
+            site = self._room_for(name) if homeless and self._nodes[name].kind in self._across else home
+            if site is None:  # a part of this node's GPUs is kept for those who come, and for nobody else
+                site = home if name in self._on_gpus else self._here
+            if homeless:
+                self._house_rank(name, site)
                 self._dissolve(home)
             else:
                 self._settle(name, home.id)

@@ -171,8 +171,8 @@ class Keeper:
         self._put: dict[str, tuple[int, Any]] = {}
         """The newest values that were asked for, as Ray objects: each is put once, for all nodes."""
         self._transfer_s, self._getting = _TRANSFER_S, threading.Lock()
-        """How long an answer may take, and who waits for a value: where several threads of a process wait for objects
-        of other nodes, Ray may forget to fetch one."""
+        """How long an answer may take, and who waits for a value: one thread at a time, since Ray has had defects where
+        several of a process wait for objects of other nodes."""
         self._depot: Depot
         self._keepers: Mapping[str, Any] = {}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_roles import Consumer, Handles, Producer, Settings, item, pipeline, weights
@@ -17,7 +18,7 @@ from qfleet.runtime.channels import SharedCounter, edge_stem, lay_out
 from qfleet.runtime.crossings import Depot, Imports, Parcel, Question, draw_map
 from qfleet.runtime.graph import Graph
 from qfleet.runtime.latest import LatestPublisher, LatestSubscriber
-from qfleet.runtime.streams import StreamReceiver, StreamSender, create_stream, reopen
+from qfleet.runtime.streams import StreamReceiver, StreamSender, catch_up, create_stream, reopen
 
 EDGE = Imports(streams=("edge",), values=("news",), cells={"steps": (0,)})
 
@@ -305,3 +306,23 @@ def test_messages_of_a_restored_run_that_are_lost_with_a_node_leave_no_gap(tmp_p
     moved.send()
     here = StreamReceiver(tmp_path / "here" / "edge")
     np.testing.assert_array_equal(here.receive().priority, item(0, 5).priority)
+
+
+@pytest.mark.parametrize(
+    ("told", "peer", "left"), [(0, 3, 0), (0, 2, 1), (1, 0, 2), (3, 3, 0)], ids=["all", "some", "behind", "level"]
+)
+def test_a_receiver_whose_node_is_lost_leaves_out_what_its_peer_has_taken(
+    told: int, peer: int, left: int, tmp_path: Path
+) -> None:
+    """Its stream seemed full of batches that all had learned from: no further one came, and its peers had none."""
+    for edge, count in (("own", told), ("peer", peer)):
+        create_stream(edge_stem(tmp_path, edge), 3)
+        sender, receiver = StreamSender(tmp_path / edge), StreamReceiver(tmp_path / edge)
+        for number in range(3):
+            sender.send(item(number, 5))
+        for _ in range(count):
+            receiver.receive()
+        receiver.acknowledge()
+    catch_up(tmp_path / "own", tmp_path / "peer")
+    assert StreamSender(tmp_path / "own").state() == left
+    assert taken(StreamReceiver(tmp_path / "own")) == left

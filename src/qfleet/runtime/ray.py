@@ -42,7 +42,7 @@ from qfleet.runtime.ray_keepers import Keepers
 from qfleet.runtime.ray_life import ActorLife
 from qfleet.runtime.ray_places import Grounds, rank_site, settle_down
 from qfleet.runtime.reviving import Revival
-from qfleet.runtime.streams import reopen
+from qfleet.runtime.streams import catch_up, reopen
 from qfleet.runtime.supervisor import Member
 from qfleet.runtime.worker import OpenEnds
 
@@ -274,10 +274,10 @@ class RayPlacement(ComingsPlacement):
         """Make the edges of roles on a node where they are to be; returns False if it is not fit, or lost meanwhile."""
         if not self._fit(site):
             return False
-        folder, used = self._folder.path, [end for name in names for end in ends(self._nodes[name].handles)]
-        for former in self._keepers:
-            former.let_go(self._here, [end.edge for end in used])
-        begun = {end.edge: reopen(edge_stem(folder, end.edge)) for end in used if end.side == "receiver"}
+        folder = self._folder.path
+        self._let_go(names)
+        inlets = [end.edge for name in names for end in ends(self._nodes[name].handles) if end.side == "receiver"]
+        begun = {edge: reopen(edge_stem(folder, edge)) for edge in inlets}
         if site != self._here:
             keepers = Keepers()
             try:
@@ -292,6 +292,12 @@ class RayPlacement(ComingsPlacement):
             last_words = folder / f"{name}.last_words"
             self._setups[name] = dataclasses.replace(self._setups[name], last_words=last_words)
         return True
+
+    def _let_go(self, names: Sequence[str]) -> None:
+        """Have the keepers that these roles had exchange nothing more of what is theirs."""
+        edges = [end.edge for name in names for end in ends(self._nodes[name].handles)]
+        for former in self._keepers:
+            former.let_go(self._here, edges)
 
     def _open_up(self, keepers: Keepers, names: Sequence[str], site: Site, begun: Mapping[str, int]) -> Path:
         """Have keepers make the edges of these roles on another node; returns where they are.
@@ -409,6 +415,10 @@ class RayPlacement(ComingsPlacement):
                 " checkpoint, with --learners as many as there are GPUs"
             )
             raise RoleFailure(member.report.kind, member.report.index, cause, died=True)
+        self._let_go([member.name])
+        first = self._nodes[self._groups.of(member.name)[0]]
+        for own, peer in zip(self._inlets(self._nodes[member.name]), self._inlets(first), strict=True):
+            catch_up(own, peer)  # else its streams may seem full of what all have learned from, and nothing comes
         self._house_rank(member.name, site or self._here)
         if member.name in self._lives:
             self._lives[member.name].condemn(f"{lost.name} was lost")

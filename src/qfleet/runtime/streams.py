@@ -68,6 +68,15 @@ def reopen(stem: Path) -> int:
     return int(cells[TAKEN])
 
 
+def catch_up(stem: Path, peer: Path) -> None:
+    """Let a receiver whose acknowledgements were lost leave out what its peer, who gets the same, has taken.
+
+    Both were sent the same number of messages lately, perhaps but for the last one.
+    """
+    cells, other = attach(stem).view(np.int64), attach(peer).view(np.int64)
+    cells[TAKEN] = max(cells[TAKEN], cells[SENT] - (other[SENT] - other[TAKEN]))
+
+
 class Ring:
     """What both ends of a stream see: the cursors and the slots."""
 

@@ -280,7 +280,9 @@ class Keeper:
         except GetTimeoutError:
             self._transfer_s = min(2 * limit, _LONGEST_TRANSFER_S)
             return False
-        self._depot.take_in(source, Parcel(parcel.heeded, {}, values, {}))
+        if values:
+            self._depot.take_in(source, Parcel(parcel.heeded, {}, values, {}))
+            self._transfer_s = max(limit / 2, _TRANSFER_S)
         return parcel.heeded
 
     def _follow(self, source: str) -> None:

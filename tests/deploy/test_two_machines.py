@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 from pages import DOCS, blocks
 
 HEAD, SECOND = "10.0.0.1", "10.0.0.2"
+STATUS, JOIN_S = f"ray status --address {HEAD}:6379", 60.0
+"""What shows the nodes, and how long the second one may take to be among them."""
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "OMP_NUM_THREADS": "1",
@@ -105,8 +107,9 @@ def test_the_commands_of_the_page_on_two_machines(tmp_path: Path) -> None:
         assert "oken" in refused.stdout, refused.stdout
         started(second, on_second.replace("TOKEN=...", f"TOKEN={token}"))
         known = QUIET | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-        shown = first.run(f"ray status --address {HEAD}:6379", known)
-        assert len(re.findall(r"^ 1 node_", shown.stdout, re.M)) == 2, shown.stdout
+        until = time.monotonic() + JOIN_S
+        while len(re.findall(r"^ 1 node_", shown := first.run(STATUS, known).stdout, re.M)) != 2:
+            assert time.monotonic() < until, shown
         command = train.strip().replace("--actors 16", "--actors 2").replace("/shared/runs/pong", str(tmp_path / "run"))
         stranger = first.run(
             f"{command} {SHORT} {SMALL}", QUIET | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "1" * 64}

@@ -159,7 +159,7 @@ class Experiment(Config):
             *self.elastic.contradictions(
                 self.actors, self.all_actors, self.learners, learner.batch_size, self.scalable, self.regroupable
             ),
-            *self.parallel.contradictions(self.learners, learner.batch_size, replaying and not memory, self.placement),
+            *self.parallel.contradictions(self.learners, learner.batch_size, replaying and not memory),
             (self.agent.kind == "tabular" and self.network.kind != "tabular",
              f"agent.kind 'tabular' needs network.kind 'tabular', not '{self.network.kind}'"),
             (self.agent.kind != "tabular" and self.network.kind == "tabular",
@@ -216,6 +216,9 @@ class Experiment(Config):
              f"address needs placement 'ray', not '{self.placement}'"),
             (bool(self.actor_resources) and self.placement != "ray",
              f"actor_resources needs placement 'ray', not '{self.placement}'"),
+            (self.parallel.across_nodes and (self.placement != "ray" or self.rank_seats == 1 or not self.whole_ranks),
+             "parallel.across_nodes is for a group of learners (learners 2 or more, or elastic.max_learners) with whole"
+             " networks that sum their gradients or meet, in placement 'ray'"),
             (ordered and self.ranks > 1,
              f"lockstep needs one learner, not {self.ranks}: the ranks of a group step together"),
             (ordered and servers > 0,
@@ -264,6 +267,11 @@ class Experiment(Config):
     def ranks(self) -> int:
         """How many ranks learn: those of all replicas, each of which may be split."""
         return self.learners * self.split
+
+    @property
+    def whole_ranks(self) -> bool:
+        """Whether learners are the ranks of a group in which each has a whole network."""
+        return self.serving is None and not self.fused and not self.parallel.in_pieces
 
     @property
     def arrangement(self) -> dict[str, int | str]:
@@ -337,7 +345,7 @@ class Experiment(Config):
         parallel = self.parallel
         sums = parallel.update.kind == "allreduce" and not parallel.in_pieces and parallel.compression.kind == "none"
         steady = self.learner.updates_per_draw == 1 and self.optim.schedule.kind != "plateau" and not self._normalized
-        return self.scalable and sums and steady and self.placement == "processes"
+        return self.scalable and sums and steady
 
     @property
     def seats(self) -> int:

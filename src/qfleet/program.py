@@ -438,6 +438,7 @@ def place(
         expendable=(Actor.kind,) if experiment.scalable else (),
         on_gpus=[node.name for node in program.graph.nodes if _on_gpu(node)],
         needs=experiment.actor_resources,
+        across=(Learner.kind,) if experiment.parallel.across_nodes else (),
         wanted=experiment.seats if experiment.elastic.automatic == "on" else experiment.actors,
         **revival,
     )

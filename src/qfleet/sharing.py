@@ -37,11 +37,15 @@ def require_shared_memory(experiment: Experiment, spec: EnvSpec, code: UserCode,
 
 
 def crossing_bytes(experiment: Experiment, spec: EnvSpec, code: UserCode) -> float:
-    """Return about how many bytes may be on their way between machines at once: experience, and the newest weights."""
+    """Return about how many bytes may be on their way between machines at once: experience, and the newest weights.
+
+    Where learner ranks are on other nodes, batches too.
+    """
     if experiment.placement != "ray":
         return 0.0
     needed = shared_bytes(experiment, spec, code)
-    return needed["actor.envs"] + needed["network"] / _NETWORK_COPIES
+    drawn = needed["learner.batch_size"] if experiment.parallel.across_nodes else 0.0
+    return needed["actor.envs"] + needed["network"] / _NETWORK_COPIES + drawn
 
 
 def shared_bytes(experiment: Experiment, spec: EnvSpec, code: UserCode) -> dict[str, float]:

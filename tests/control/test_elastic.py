@@ -226,3 +226,20 @@ def test_a_cluster_that_stays_as_it_is_is_changed_a_bounded_number_of_times(othe
         assert all(change.after > change.before for change in changes), "what was added is not taken back"
     assert changed <= 12
     assert math.isfinite(elastic.wanted)
+
+
+def test_ranks_of_a_node_that_is_to_go_move_once_and_keep_their_number() -> None:
+    elastic = policy(learners=2)
+    here = node("here", 2)
+    assert elastic.decide(sight(0.0, here, dataclasses.replace(node("there", 0), ranks=1), learners=2)) == []
+    going = dataclasses.replace(node("there", 0), ranks=1, draining="Ray drains it")
+    (change,) = elastic.decide(sight(1.0, here, going, learners=2))
+    assert (change.role, change.before, change.after) == ("learner", 2, 2)
+    assert change.reason == "node there is to go (Ray drains it)"
+    assert elastic.decide(sight(2.0, here, going, learners=2)) == [], "they may have nowhere to go"
+    assert len(elastic.decide(sight(1.0 + SETTLE_S, here, going, learners=2))) == 1
+    left = dataclasses.replace(going, ranks=0)
+    assert elastic.decide(sight(1.0 + 3 * SETTLE_S, here, left, learners=2)) == []
+    driver = dataclasses.replace(here, ranks=2, draining="Ray drains it")
+    changes = elastic.decide(sight(1.0 + 5 * SETTLE_S, driver, learners=2))
+    assert not [change for change in changes if change.role == "learner"], "the driver's node is never left"

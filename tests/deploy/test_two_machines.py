@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import sys
 import time
@@ -19,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 from pages import DOCS, blocks
 
 HEAD, SECOND = "10.0.0.1", "10.0.0.2"
+STATUS, JOIN_S = f"ray status --address {HEAD}:6379", 60.0
+"""What shows the nodes, and how long the second one may take to be among them."""
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "OMP_NUM_THREADS": "1",
@@ -70,6 +73,28 @@ class Watch(Thread):
         return self.seen
 
 
+def learn_across(first: Machine, second: Machine, known: dict[str, str], folder: Path) -> None:
+    """Train with one rank more than the first machine has cores for: it is on the second one, and learns there."""
+    ranks = max(0, len(os.sched_getaffinity(0)) - 3) + 2  # of the first machine's cores three roles take one each
+    command = (
+        f"qfleet train gym:CartPole-v1 --placement ray --address {HEAD}:6379 --actors 1 --learners {ranks}"
+        " --parallel.across-nodes True --network.input.normalize False --env-steps 1000 --learner.learning_starts 200"
+        f" --evaluation.test_episodes 1 --evaluation.episodes 1 --quiet --run-dir {folder}"
+    )
+    there = Watch(second)
+    there.start()
+    done = first.run(command, known, seconds=600)
+    seen = there.stop()
+    assert done.returncode == 0, done.stdout
+    assert f"learner-{ranks - 1}" in seen
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["updates"] > 0
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    (told,) = [event["text"] for event in events if event.get("kind") == "network"]
+    assert f"meet at store://{HEAD}:" in told
+    assert not [event for event in events if event["event"] == "restart"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -82,8 +107,9 @@ def test_the_commands_of_the_page_on_two_machines(tmp_path: Path) -> None:
         assert "oken" in refused.stdout, refused.stdout
         started(second, on_second.replace("TOKEN=...", f"TOKEN={token}"))
         known = QUIET | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-        shown = first.run(f"ray status --address {HEAD}:6379", known)
-        assert len(re.findall(r"^ 1 node_", shown.stdout, re.M)) == 2, shown.stdout
+        until = time.monotonic() + JOIN_S
+        while len(re.findall(r"^ 1 node_", shown := first.run(STATUS, known).stdout, re.M)) != 2:
+            assert time.monotonic() < until, shown
         command = train.strip().replace("--actors 16", "--actors 2").replace("/shared/runs/pong", str(tmp_path / "run"))
         stranger = first.run(
             f"{command} {SHORT} {SMALL}", QUIET | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "1" * 64}
@@ -98,6 +124,7 @@ def test_the_commands_of_the_page_on_two_machines(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout
         assert roles == {"here": {"replay-0", "learner-0", "evaluator-0"}, "there": {"actor-0", "actor-1"}}
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["env_steps"] >= 240
+        learn_across(first, second, known, tmp_path / "group")
         for machine in (second, first):
             assert machine.run("ray stop", known).returncode == 0
             assert not {"raylet", "gcs_server"} & set(machine.processes())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from rank_threads import as_ranks
@@ -14,9 +16,10 @@ from summing_role import Handles, Settings, Summing, gradient
 
 from qfleet.core.errors import ConfigError
 from qfleet.parallel import gradsync
-from qfleet.parallel.gradsync import GradientGroup
+from qfleet.parallel.gradsync import GradientGroup, interface
 from qfleet.parallel.mesh import Degrees, Mesh
 from qfleet.runtime.graph import Graph
+from qfleet.runtime.meeting import MeetingPlace
 from qfleet.runtime.processes import ProcessPlacement
 
 
@@ -62,6 +65,47 @@ def test_rank_outside_the_group_is_refused() -> None:
 def test_nobody_else_comes_is_an_error_within_the_timeout(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match="rank 0 of 2: meeting"):
         GradientGroup(0, 2, f"file://{tmp_path}/meet", 0.5)
+
+
+def listening() -> set[str]:
+    return {one.laddr.ip for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+
+
+def addresses() -> list[str]:
+    """Return the addresses of this machine, loopback first."""
+    own = [one.address for each in psutil.net_if_addrs().values() for one in each if one.family == socket.AF_INET]
+    return sorted(own, key=lambda address: not address.startswith("127."))
+
+
+@pytest.mark.parametrize("which", [0, -1], ids=["loopback", "network"])
+def test_ranks_of_several_nodes_meet_at_a_store_and_listen_at_one_address(which: int) -> None:
+    before, address = listening(), addresses()[which]
+    place = MeetingPlace(address)
+    assert listening() - before <= {address}
+    assert interface(address)
+    for life in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            where = f"{place.address}/learner-{life}"
+            groups = list(pool.map(lambda rank: GradientGroup(rank, 2, where, 20.0), range(2)))  # noqa: B023
+            sums = list(pool.map(lambda group: group.all_reduce_(torch.ones(3)), groups))
+        assert listening() - before <= {address}, "neither the store nor the ranks listen anywhere else"
+        assert all(torch.equal(one, torch.full((3,), 2.0)) for one in sums)
+        for group in groups:
+            group.close()
+
+
+def test_a_meeting_place_that_is_given_up_listens_no_more() -> None:
+    place = MeetingPlace("127.0.0.1")
+    port = int(place.address.rpartition(":")[2])
+    socket.create_connection(("127.0.0.1", port), 5.0).close()
+    del place
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 5.0)
+
+
+def test_an_address_that_is_not_of_this_node_is_told_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"cannot meet at 203.0.113.77, .*--node-ip-address, or set parallel.across"):
+        MeetingPlace("203.0.113.77")
 
 
 @pytest.mark.parametrize("name", ["lr=0.1 #2", "what?", "100%", "a%20b", "umläut&;="])

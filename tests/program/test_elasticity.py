@@ -81,8 +81,13 @@ def owed(run: api.Run, starts: int = 200, period: int = 4) -> float:
     return (run.summary["env_steps"] - starts) / period
 
 
-def test_actors_and_learners_join_and_leave_and_every_draw_is_learned_from_once(operated: Any) -> None:
-    run, operator = operated((500, 2, 2), (1800, 9, None), (1900, 1, 1), env_steps=3500)
+@pytest.mark.parametrize("kind", ["processes", pytest.param("ray", marks=pytest.mark.slow)])
+def test_actors_and_learners_join_and_leave_and_every_draw_is_learned_from_once(
+    kind: str, operated: Any, request: pytest.FixtureRequest
+) -> None:
+    if kind == "ray":
+        request.getfixturevalue("ray_session")
+    run, operator = operated((500, 2, 2), (1800, 9, None), (1900, 1, 1), env_steps=3500, placement=kind)
     assert operator.seen == [([0, 1], [0, 1]), ([0, 1], [0, 1]), ([0], [0])]
     assert sorted(changes_of(run)) == [("actors", 1, 2), ("actors", 2, 1), ("learners", 1, 2), ("learners", 2, 1)]
     assert all("asked for by " in event["text"] for event in events_of(run.dir, "elastic"))
@@ -106,7 +111,7 @@ def test_actors_and_learners_join_and_leave_and_every_draw_is_learned_from_once(
         ({"elastic.max_learners": 2, "learners": 3}, "max_learners 2 is below learners 3"),
         ({"parallel.compression": {"kind": "int8"}, "learners": 2, "elastic.max_learners": 3}, "no compression"),
         ({"optim.schedule": {"kind": "plateau"}}, "no optim.schedule.kind 'plateau'"),
-        ({"placement": "ray"}, "placement 'processes' without lockstep"),
+        ({"elastic.max_actors": 0, "lockstep": True}, "max_learners 2 .* 'processes' or 'ray' without lockstep"),
         # Its ranks would see other statistics, and their weights differ soon after the group has grown.
         ({"network.input.scale": [], "network.input.normalize": True}, "network.input.normalize False"),
     ],

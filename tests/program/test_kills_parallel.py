@@ -107,20 +107,24 @@ class Assassin:
         return self.placement
 
 
+@pytest.mark.parametrize("kind", ["processes", pytest.param("ray", marks=pytest.mark.slow)])
 def test_a_group_goes_on_with_fewer_until_one_is_left_and_is_whole_again_when_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    if kind == "ray":
+        request.getfixturevalue("ray_session")
     assassin = Assassin(learner_0=500, learner_1=1100)
     monkeypatch.setattr(qfleet.session, "place", assassin.placed)
-    fewer = {"learners": 3, "parallel.after_death": "fewer", "checkpoint.every": 800}
+    fewer = {"placement": kind, "learners": 3, "parallel.after_death": "fewer", "checkpoint.every": 800}
     run = experiment(tmp_path, 1800, **fewer)
     done = api.train(run, run_dir=tmp_path / "run", callbacks=Callbacks(on_step=assassin.on_step))
     told = [event["text"] for event in events_of(tmp_path, "notice") if event["kind"] == "fewer"]
-    assert [text.split(": ")[1] for text in told] == [
+    assert [text.rpartition(": ")[2] for text in told] == [
         "its group goes on with 2 of 3, without learner-2",
         "its group goes on with 1 of 3, without learner-1",
     ]
-    assert told[0].startswith("learner-0 died (its process was killed by SIGKILL")
+    died = {"processes": "its process was killed by SIGKILL", "ray": "its Ray actor died: "}
+    assert told[0].startswith(f"learner-0 died ({died[kind]}")
     restarted = [event["text"] for event in events_of(tmp_path, "notice") if event["kind"] == "restarted"]
     assert [text.split("; ")[1] for text in restarted] == ["epoch 1, 2 ranks", "epoch 2, 1 rank"]
     lost = sum(int(text.split(": ")[1].split()[0]) for text in restarted)

@@ -106,7 +106,6 @@ def test_a_split_run_leaves_a_whole_model(tmp_path):
         ({"parallel.tensor": 2, "learners": 2, "parallel.compression": {"kind": "int8"}}, r"is for whole networks"),
         ({"parallel.after_death": "fewer"}, r"'fewer' is for learners 2 or more"),
         ({"parallel.after_death": "fewer", "learners": 2, "parallel.tensor": 2}, r"'fewer' is .* whole networks"),
-        ({"parallel.after_death": "fewer", "learners": 2, "placement": "ray"}, r"in placement 'processes'"),
         (
             {"parallel.after_death": "fewer", "learners": 2, "learner.updates_per_draw": 2},
             r"updates_per_draw 2 needs equal parts",

@@ -89,17 +89,33 @@ def alone(draws: int, folder: Path) -> list[Any]:
     return arrays(folder)
 
 
+def place(kind: str, graph: Graph, away: list[str]) -> Any:
+    if kind == "processes":
+        return ProcessPlacement(graph, away=away, groups=("learner",))
+    from qfleet.runtime.ray import RayPlacement
+
+    return RayPlacement(graph, away=away, groups=("learner",))
+
+
 @pytest.mark.parametrize(
-    ("first", "sizes"),
-    [(1, [2]), pytest.param(2, [3, 1, 2, 3], marks=pytest.mark.slow), pytest.param(3, [1, 3], marks=pytest.mark.slow)],
+    ("kind", "first", "sizes"),
+    [
+        ("processes", 1, [2]),
+        pytest.param("processes", 2, [3, 1, 2, 3], marks=pytest.mark.slow),
+        pytest.param("processes", 3, [1, 3], marks=pytest.mark.slow),
+        pytest.param("ray", 1, [2], marks=pytest.mark.slow),
+        pytest.param("ray", 2, [3, 1, 2, 3], marks=pytest.mark.slow),
+    ],
 )
 def test_the_updates_of_a_group_that_changes_are_those_of_one_learner(
-    first: int, sizes: list[int], tmp_path: Path
+    kind: str, first: int, sizes: list[int], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    if kind == "ray":
+        request.getfixturevalue("ray_session")
     draws, ranks = 80 * (len(sizes) + 1), max(first, *sizes)
     graph, counter = scripted(draws, ranks, tmp_path)
     away = [f"learner-{rank}" for rank in range(first, ranks)]
-    placement = ProcessPlacement(graph, away=away, groups=("learner",))
+    placement = place(kind, graph, away)
     try:
         updates = placement.open(counter)
         for number, size in enumerate(sizes):

@@ -82,7 +82,7 @@ class Keep:
 
     def __init__(self) -> None:
         self.life = self.gone = 0
-        self.planned = False
+        self.planned, self.meeting = False, ""
         self.arrays, self.state = {}, None  # type: ignore[var-annotated]
 
     def array(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:

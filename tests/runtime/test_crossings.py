@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_roles import Consumer, Handles, Producer, Settings, item, pipeline, weights
@@ -17,7 +18,7 @@ from qfleet.runtime.channels import SharedCounter, edge_stem, lay_out
 from qfleet.runtime.crossings import Depot, Imports, Parcel, Question, draw_map
 from qfleet.runtime.graph import Graph
 from qfleet.runtime.latest import LatestPublisher, LatestSubscriber
-from qfleet.runtime.streams import StreamReceiver, StreamSender, create_stream
+from qfleet.runtime.streams import StreamReceiver, StreamSender, catch_up, create_stream, reopen
 
 EDGE = Imports(streams=("edge",), values=("news",), cells={"steps": (0,)})
 
@@ -214,3 +215,114 @@ def test_what_finds_no_room_waits_at_its_sender(tmp_path: Path) -> None:
     frames = [np.frombuffer(bytes(64), np.uint8)] * 3
     goal.take_in("here", Parcel(True, {"edge": (0, frames, True)}, {}, {}))
     assert goal.question("here").streams["edge"] == (1, 0, False), "the end is not there before all messages are"
+
+
+class Moved:
+    """A stream whose receiver was on one node, then on another; its sender stays where it is."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.places = folder, 0
+        (folder / "here").mkdir()
+        create_stream(edge_stem(folder / "here", "edge"), 3)
+        self.sender = StreamSender(folder / "here" / "edge")
+        self.sent = 0
+
+    def elsewhere(self) -> tuple[Depot, Depot, StreamReceiver]:
+        """Let the receiver be on a new node from now on."""
+        self.places += 1
+        there = self.folder / f"there-{self.places}"
+        there.mkdir()
+        create_stream(edge_stem(there, "edge"), 3)
+        first = reopen(self.folder / "here" / "edge")
+        edge = Imports(streams=("edge",))
+        source = Depot(self.folder / "here", {}, {"there": edge})
+        return source, Depot(there, {"here": edge}, {}, {"edge": first}), StreamReceiver(there / "edge")
+
+    def send(self) -> None:
+        self.sender.send(item(self.sent, 5))
+        self.sent += 1
+
+
+def carry(source: Depot, goal: Depot) -> None:
+    goal.take_in("here", source.answer("there", goal.question("here")))
+
+
+def taken(receiver: StreamReceiver) -> int:
+    """Receive and acknowledge all that is there; return how much that was."""
+    count = 0
+    while receiver.receive() is not None:
+        count += 1
+    receiver.acknowledge()
+    return count
+
+
+def test_a_receiver_that_moves_goes_on_with_what_it_had_not_acknowledged(tmp_path: Path) -> None:
+    moved = Moved(tmp_path)
+    source, goal, receiver = moved.elsewhere()
+    for _ in range(3):
+        moved.send()
+    carry(source, goal)
+    assert receiver.receive() is not None
+    receiver.acknowledge()
+    carry(source, goal)  # tells that one was taken
+    moved.send()
+    carry(source, goal)
+    source.let_go(["edge"])  # its node is lost, with three messages that were not acknowledged
+    late = goal.question("here")
+    source, goal, receiver = moved.elsewhere()
+    carry(source, goal)
+    np.testing.assert_array_equal(receiver.receive().priority, item(1, 5).priority)
+    receiver.acknowledge()
+    assert taken(receiver) == 2
+    carry(source, goal)
+    assert moved.sender.state() == 0, "all of its room is free again"
+    assert late.streams["edge"][1] == 1
+
+
+def test_what_a_node_still_asks_of_a_stream_that_is_elsewhere_now_changes_nothing(tmp_path: Path) -> None:
+    moved = Moved(tmp_path)
+    former, old, _ = moved.elsewhere()
+    for _ in range(2):
+        moved.send()
+    carry(former, old)
+    stale = old.question("here")
+    former.let_go(["edge"])
+    source, goal, receiver = moved.elsewhere()
+    carry(source, goal)
+    assert taken(receiver) == 2
+    carry(source, goal)
+    assert former.answer("there", stale).streams == {}
+    former.wait("there", stale, 0.01)
+    assert moved.sender.state() == 0, "the old standing would have taken both messages back"
+
+
+def test_messages_of_a_restored_run_that_are_lost_with_a_node_leave_no_gap(tmp_path: Path) -> None:
+    moved = Moved(tmp_path)
+    source, goal, receiver = moved.elsewhere()
+    receiver.load([item(7, 5), item(8, 5)])
+    carry(source, goal)
+    assert moved.sender.state() == 2, "they take the sender's room"
+    reopen(tmp_path / "here" / "edge")
+    moved.send()
+    here = StreamReceiver(tmp_path / "here" / "edge")
+    np.testing.assert_array_equal(here.receive().priority, item(0, 5).priority)
+
+
+@pytest.mark.parametrize(
+    ("told", "peer", "left"), [(0, 3, 0), (0, 2, 1), (1, 0, 2), (3, 3, 0)], ids=["all", "some", "behind", "level"]
+)
+def test_a_receiver_whose_node_is_lost_leaves_out_what_its_peer_has_taken(
+    told: int, peer: int, left: int, tmp_path: Path
+) -> None:
+    """Its stream seemed full of batches that all had learned from: no further one came, and its peers had none."""
+    for edge, count in (("own", told), ("peer", peer)):
+        create_stream(edge_stem(tmp_path, edge), 3)
+        sender, receiver = StreamSender(tmp_path / edge), StreamReceiver(tmp_path / edge)
+        for number in range(3):
+            sender.send(item(number, 5))
+        for _ in range(count):
+            receiver.receive()
+        receiver.acknowledge()
+    catch_up(tmp_path / "own", tmp_path / "peer")
+    assert StreamSender(tmp_path / "own").state() == left
+    assert taken(StreamReceiver(tmp_path / "own")) == left

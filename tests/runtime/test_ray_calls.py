@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,11 @@ import pytest
 from toy_roles import kept_pipeline
 
 from qfleet.core.protocols import Report
+from qfleet.runtime.channels import lay_out
+from qfleet.runtime.crossings import Depot, Imports, Parcel, Question
+from qfleet.runtime.graph import Graph
+from qfleet.runtime.latest import LatestPublisher, LatestSubscriber
+from qfleet.runtime.streams import StreamReceiver, StreamSender
 from qfleet.runtime.supervisor import SupervisedPlacement
 from qfleet.runtime.worker import Answer
 
@@ -156,3 +162,39 @@ def test_an_answer_that_is_overdue_is_asked_for_again_once_the_role_has_spoken(m
             each()
     assert len(spoken.talk.calls) == 3
     assert len(silent.talk.calls) == 1  # it may still import
+
+
+class Asked:
+    """A keeper of another node, whose first value is forgotten on its way."""
+
+    def __init__(self, depot: Depot) -> None:
+        self._depot, self.late, self.fetch = depot, True, self
+
+    def remote(self, asker: str, question: Question, patience: float) -> Parcel:
+        from ray.exceptions import GetTimeoutError
+
+        parcel, late = self._depot.answer(asker, question), self.late
+        self.late = False
+        values = {edge: (stamp, GetTimeoutError()) for edge, (stamp, _) in parcel.values.items()}
+        return dataclasses.replace(parcel, values=values) if late else parcel
+
+
+def test_messages_do_not_wait_for_a_value_that_ray_forgets_and_it_is_asked_for_again(tmp_path: Path) -> None:
+    """A rank would stand still for a batch that has come to its node, behind weights that never do."""
+    from qfleet.runtime.ray_actors import Keeper
+
+    here, there = tmp_path / "here", tmp_path / "there"
+    for place in (here, there):
+        place.mkdir()
+        lay_out(Graph(streams={"edge": 3}, latest_values={"news": 1}), place)
+    crossing = Imports(streams=("edge",), values=("news",))
+    source = Asked(Depot(here, {}, {"there": crossing}))
+    StreamSender(here / "edge").send(1)
+    LatestPublisher(here / "news").publish(2)
+    keeper = Keeper(there)
+    keeper.begin("there", {"here": source}, {"here": crossing}, {}, {})
+    assert not keeper._ask("here", 0.0)
+    receiver, subscriber = StreamReceiver(there / "edge"), LatestSubscriber(there / "news")
+    assert (receiver.receive(), subscriber.latest()) == (1, None)
+    keeper.settle()
+    assert (receiver.receive(), subscriber.latest()) == (None, 2)

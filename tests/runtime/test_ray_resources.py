@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ pytest.importorskip("ray")
 
 from qfleet.runtime import ray_cluster
 from qfleet.runtime.ray_cluster import Site, deal, gpu_shares
+from qfleet.runtime.ray_places import rank_site
 
 ON_GPUS = """
 import json, os, signal, time
@@ -67,6 +69,35 @@ def test_actors_are_only_where_there_is_what_they_need() -> None:
         deal(0, 5, nodes, {"emulator": 2.0})
     with pytest.raises(ConfigError, match=r"1 actors need 2 emulator, 1 disk each .* room for 0"):
         deal(0, 1, nodes, {"emulator": 2.0, "disk": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "ranks", "on_gpu", "expected"),
+    [
+        ((8, 8), (0, 0), 4, False, "AAAA"),  # the driver's node has room
+        ((4, 8, 6), (0, 0, 0), 6, False, "ABBBCB"),  # then where most CPUs are left
+        ((2, 1), (0, 0), 3, False, "B--"),  # then nowhere
+        ((8, 8, 8), (2, 1, 2), 5, True, "ACBC-"),  # the first rank has one of the driver's GPUs
+    ],
+)
+def test_ranks_go_where_a_gpu_or_a_cpu_is_left(
+    cpus: tuple[int, ...], gpus: tuple[int, ...], ranks: int, on_gpu: bool, expected: str
+) -> None:
+    """Three roles are on the first node, one of them the first rank."""
+    nodes = [Site(name, name, cpu, 1e9, gpu) for name, cpu, gpu in zip("ABC", cpus, gpus, strict=False)]
+    roles, beside, found = Counter({nodes[0]: 3}), Counter({nodes[0]: 1}), ""
+    for _ in range(ranks):
+        site = rank_site(nodes, roles, beside, on_gpu)
+        found += "-" if site is None else site.name
+        if site is not None:
+            roles[site] += 1
+            beside[site] += 1
+    assert found == expected
+
+
+def test_actors_go_where_ranks_leave_cpus() -> None:
+    a, b, c = Site("A", "A", 4.0, 1e9), Site("B", "B", 4.0, 1e9), Site("C", "C", 4.0, 1e9)
+    assert "".join(one.name for one in deal(3, 4, [a, b, c], settled=[b, b])) == "CCBC"
 
 
 def test_an_autoscaler_reads_what_the_run_asks_for(ray_session: None) -> None:

@@ -48,6 +48,8 @@ class NodeSight:
     """Roles of the run on it that are no actors."""
     draining: str = ""
     """Why it will soon be gone; empty if it will not."""
+    ranks: int = 0
+    """Learner ranks on it that could be elsewhere."""
 
     @property
     def room(self) -> int:
@@ -71,7 +73,7 @@ class Sight:
 
 @dataclass(frozen=True)
 class Change:
-    """Another number of actors on one node, or of learner ranks."""
+    """Another number of actors on one node, or of learner ranks; as many ranks where they are to be elsewhere."""
 
     role: Literal["actor", "learner"]
     node: str
@@ -100,6 +102,8 @@ class Elastic:
     """Why the number or the place of actors was last changed."""
     _regrouping: str = ""
     """Why the number of learner ranks is to be changed; empty where it is not."""
+    _moved_at: float = -math.inf
+    """When learner ranks were last to leave a node."""
     _short_since: float | None = None
     _calm_until: float = -math.inf
 
@@ -136,9 +140,20 @@ class Elastic:
         ]
         if self.learners == sight.learners:
             self._regrouping = ""
-        elif self._regrouping:  # who is missing because of a death comes back when a person says so
+        leaving = self._leaving(sight)
+        if self._regrouping:  # who is missing because of a death comes back when a person says so
             changes.append(Change("learner", "", sight.learners, self.learners, self._regrouping))
+        elif leaving:
+            changes.append(Change("learner", "", sight.learners, sight.learners, leaving))
         return sorted(changes, key=lambda change: change.after - change.before)  # who leaves makes room first
+
+    def _leaving(self, sight: Sight) -> str:
+        """Return why learner ranks should be elsewhere, empty if they should not; tried again only after a while."""
+        going = next((node for node in sight.nodes[1:] if node.draining and node.ranks), None)
+        if going is None or sight.at < self._moved_at + self.limits.settle_s:
+            return ""
+        self._moved_at = sight.at
+        return _going(going)
 
     def _look(self, sight: Sight) -> None:
         """Note which nodes came and went and how long actors are too few; change `wanted` where that is due."""

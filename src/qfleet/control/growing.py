@@ -110,8 +110,18 @@ class Growing:
         machines = self._placement.machines()
         homes = [self._placement.home(f"{report.kind}-{report.index}") for report in reports if report.kind != "actor"]
         actors = [self._placement.home(f"actor-{index}") for index in self._placement.present(Actor.kind)]
+        there = self._placement.present(Learner.kind) if self._experiment.regroupable else []
+        ranks = [self._placement.home(f"learner-{index}") for index in there]
         nodes = [
-            NodeSight(one.id, one.name, one.cores, actors.count(one.id), homes.count(one.id), one.draining)
+            NodeSight(
+                one.id,
+                one.name,
+                one.cores,
+                actors.count(one.id),
+                homes.count(one.id),
+                one.draining,
+                ranks.count(one.id),
+            )
             for one in machines
         ]
         short, saturated = self._rates(now, env_steps, reports, sum(one.cores for one in machines))

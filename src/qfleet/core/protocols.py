@@ -92,6 +92,8 @@ class Keep(Protocol):
     """How many of those who may live and die together with the role are not there."""
     planned: bool
     """Whether the former life was ended on purpose, after all that had come was used up."""
+    meeting: str
+    """Where the role's group meets, whose ranks are on several nodes; empty where they are on one."""
 
     def array(self, name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """Return the array of that name: zeros in the first life, later what the former life left in it."""

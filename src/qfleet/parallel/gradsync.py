@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import distributed
 from torch.distributed.rendezvous import rendezvous as meet
@@ -19,7 +22,7 @@ from qfleet.core.versions import versions
 from qfleet.parallel.devices import NAME_BYTES, all_have_their_own, device_name
 from qfleet.parallel.group import Group
 
-LOOPBACK, _FILE = "127.0.0.1", "file://"
+LOOPBACK, _FILE, _STORE = "127.0.0.1", "file://", "store://"
 _COMPARED, _LONGEST = ("qfleet", "torch", "numpy"), 200
 """Packages that decide about a gradient's bits, and bytes that their versions take at most."""
 _GLOOS_OWN = re.compile(r"^\[[^]]*\] |\. This is typically caused.*", re.DOTALL)
@@ -29,9 +32,10 @@ _GLOOS_OWN = re.compile(r"^\[[^]]*\] |\. This is typically caused.*", re.DOTALL)
 class GradientGroup(Group):
     """One rank of a group whose ranks are processes, each perhaps on a machine of its own.
 
-    `rendezvous` is where the ranks meet: `file:///path` (one machine, a file that does not exist yet) or
-    `tcp://host:port` of rank 0. A rank waits at most `timeout_s` seconds for the others, there and in each collective.
-    Where every rank's `device` is a GPU of its own, tensors on it go by NCCL; all others go by gloo.
+    `rendezvous` is where the ranks meet: `file:///path` (one machine, a file that does not exist yet), `tcp://host:port`
+    of rank 0, or `store://host:port/name`, a name in a store of torch's that nobody has met under. A rank waits at most
+    `timeout_s` seconds for the others, there and in each collective. Where every rank's `device` is a GPU of its own,
+    tensors on it go by NCCL; all others go by gloo.
     """
 
     def __init__(self, rank: int, size: int, rendezvous: str, timeout_s: float, device: str = "cpu") -> None:
@@ -44,15 +48,16 @@ class GradientGroup(Group):
             self._store = meeting_store(rendezvous, rank, size, timeout)
             gloo: Any = distributed.ProcessGroupGloo  # torch's own stubs leave out most of it
             options = gloo._Options()
-            options._devices = [
-                gloo.create_device(hostname=LOOPBACK) if local(rendezvous) else gloo.create_default_device()
-            ]
+            own = own_address(rendezvous)
+            options._devices = [gloo.create_device(hostname=own) if own else gloo.create_default_device()]
             options._timeout = timeout
             self._group = gloo(self._store, rank, size, options)
         self._require_same_versions()
         names = self._told(device_name(torch.device(device)), NAME_BYTES)
         if all_have_their_own(names):
             with self._explained("joining by NCCL"):
+                if own and own != LOOPBACK:
+                    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface(own)}")
                 self._nccl = join_by_nccl(self._store, rank, size, timeout)
 
     @property
@@ -130,6 +135,9 @@ def meeting_store(rendezvous: str, rank: int, size: int, timeout: timedelta) -> 
     if rendezvous.startswith(_FILE):
         # Torch's own reading of an address would end the path at a '#' or '?'.
         store: Any = distributed.FileStore(rendezvous.removeprefix(_FILE), size)  # type: ignore[attr-defined]
+    elif rendezvous.startswith(_STORE):
+        client = distributed.TCPStore(*_reached(rendezvous), is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+        store = distributed.PrefixStore(rendezvous.rpartition("/")[2], client)  # type: ignore[attr-defined]
     else:
         store, _, _ = next(meet(rendezvous, rank, size, timeout=timeout))
     store.set_timeout(timeout)
@@ -147,4 +155,32 @@ def join_by_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 def local(rendezvous: str) -> bool:
     """Return whether all ranks are on one machine: loopback needs no host name that resolves."""
-    return rendezvous.startswith((_FILE, f"tcp://{LOOPBACK}:", "tcp://localhost:"))
+    return rendezvous.startswith((_FILE, f"tcp://{LOOPBACK}:", "tcp://localhost:", f"{_STORE}{LOOPBACK}:"))
+
+
+def own_address(rendezvous: str) -> str:
+    """Return the address at which a rank listens for the others; empty where torch shall choose one.
+
+    That is the one by which this machine reaches the store where they meet, and no other.
+    """
+    if local(rendezvous):
+        return LOOPBACK
+    if not rendezvous.startswith(_STORE):
+        return ""
+    host, port = _reached(rendezvous)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as asking:  # nothing is sent
+        asking.connect((host, port))
+        return str(asking.getsockname()[0])
+
+
+def interface(address: str) -> str:
+    """Return the name of this machine's interface that has an address; empty if there is none."""
+    found = (name for name, own in psutil.net_if_addrs().items() if any(one.address == address for one in own))
+    return next(found, "")
+
+
+def _reached(rendezvous: str) -> tuple[str, int]:
+    """Return host and port of a store."""
+    host, _, port = rendezvous.removeprefix(_STORE).rpartition("/")[0].rpartition(":")
+    return host, int(port)

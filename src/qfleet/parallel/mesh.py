@@ -10,7 +10,6 @@ from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Literal
 
-import psutil
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from qfleet.core.errors import ConfigError
 from qfleet.parallel.devices import own_device
 from qfleet.parallel.gloo import INTERFACES, one_thread_gloo
-from qfleet.parallel.gradsync import LOOPBACK, local, meeting_store
+from qfleet.parallel.gradsync import LOOPBACK, interface, local, meeting_store
 
 Dimension = Literal["data", "pipeline", "tensor"]
 _DIMENSIONS: tuple[Dimension, ...] = ("data", "pipeline", "tensor")
@@ -144,9 +143,8 @@ def check_degrees(degrees: Degrees, size: int) -> None:
 
 def _stay_on_loopback() -> None:
     """Let all groups of this process, which torch makes as it likes, listen where no other machine can reach them."""
-    names = [name for name, addresses in psutil.net_if_addrs().items() if any(a.address == LOOPBACK for a in addresses)]
-    if names:
-        os.environ.setdefault(INTERFACES, names[0])
+    if name := interface(LOOPBACK):
+        os.environ.setdefault(INTERFACES, name)
 
 
 def _lost(error: BaseException | None) -> bool:

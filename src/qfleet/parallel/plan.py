@@ -46,6 +46,9 @@ class ParallelConfig(Config):
     after_death: Literal["same", "fewer"] = "same"
     """With how many ranks a group goes on when one of them dies: with the same number, or with one fewer each time,
     until one is left. The batch stays the same; a resumed run has all of them again."""
+    across_nodes: bool = False
+    """Let ranks be on other nodes of a Ray cluster where the driver's has no GPU, or CPU, left for them. What they send
+    each other is neither encrypted nor signed: only for a network where nobody else is."""
 
     @property
     def split(self) -> int:
@@ -69,9 +72,7 @@ class ParallelConfig(Config):
         whole: ParallelConfig = self.replace(tensor=1, pipeline=1, update=update)
         return whole
 
-    def contradictions(
-        self, learners: int, batch_size: int, transitions: bool, placement: str
-    ) -> list[tuple[bool, str]]:
+    def contradictions(self, learners: int, batch_size: int, transitions: bool) -> list[tuple[bool, str]]:
         """Return what could be wrong with the plan for a run of so many replicas, each with whether it is.
 
         `transitions` says whether the agent learns from single transitions of a replay.
@@ -102,9 +103,9 @@ class ParallelConfig(Config):
              f" gradients come from the others while one of learners {learners} computes, and none could be taken"),
             (update.kind == "local" and learners == 1,
              "parallel.update.kind 'local' needs learners 2 or more: one alone has nobody to meet"),
-            (fewer and (learners == 1 or self.in_pieces or servers > 0 or placement == "ray"),
+            (fewer and (learners == 1 or self.in_pieces or servers > 0),
              "parallel.after_death 'fewer' is for learners 2 or more with whole networks that sum their gradients or"
-             " meet, in placement 'processes'"),
+             " meet"),
             (self.compression.kind != "none" and learners == 1 and not servers,
              f"parallel.compression.kind '{self.compression.kind}' needs learners 2 or more: one alone sends nothing"),
         ]  # fmt: skip

@@ -364,10 +364,13 @@ class Learner(Role):
 
 
 def _as_left(setup: LearnerSetup, keep: Keep | None) -> LearnerSetup:
-    """Return the setup of a group without those who are not there: the last ones."""
-    if setup.group is None or keep is None:
+    """Return the setup of a group without those who are not there, the last ones, and with the place where it meets."""
+    group = setup.group
+    if group is None or keep is None:
         return setup
-    return replace(setup, group=replace(setup.group, size=setup.group.size - keep.gone))
+    return replace(
+        setup, group=replace(group, size=group.size - keep.gone, rendezvous=keep.meeting or group.rendezvous)
+    )
 
 
 def _join(setup: LearnerSetup, life: int) -> Joining | None:

@@ -46,8 +46,9 @@ class ElasticConfig(Config):
              f"elastic.max_learners {most} is below learners {learners}"),
             (most > learners and not regroupable,
              f"elastic.max_learners {most} is for whole networks that sum their gradients (parallel.update.kind"
-             " 'allreduce', no compression, no split), agent.kind 'replay', placement 'processes' without lockstep,"
-             " learner.updates_per_draw 1, network.input.normalize False, and no optim.schedule.kind 'plateau'"),
+             " 'allreduce', no compression, no split), agent.kind 'replay', placement 'processes' or 'ray' without"
+             " lockstep, learner.updates_per_draw 1, network.input.normalize False, and no optim.schedule.kind"
+             " 'plateau'"),
             (most > batch_size,
              f"elastic.max_learners {most} exceeds learner.batch_size {batch_size}: some would have no work"),
         ]  # fmt: skip

@@ -58,6 +58,8 @@ class Ports:
     """How many of its group are not there."""
     planned: bool = False
     """Whether its former life was ended on purpose."""
+    meeting: str = ""
+    """Where its group meets, if that is on several nodes."""
     hold: bool = True
     """Whether received messages wait for an acknowledgement: those of a role do, but for what it can ask for again."""
 
@@ -65,7 +67,8 @@ class Ports:
         """Return the live handle of an end."""
         stem = edge_stem(self.folder, end.edge)
         if end.side == "keep":
-            return FileKeep(keep_stem(self.folder, end.edge), self.life, end.setting, self.gone, self.planned)
+            told = (self.life, end.setting, self.gone, self.planned, self.meeting)
+            return FileKeep(keep_stem(self.folder, end.edge), *told)
         if end.side == "kept":
             return KeepReader(keep_stem(self.folder, end.edge))
         if end.side == "sender":

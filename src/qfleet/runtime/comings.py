@@ -17,6 +17,7 @@ from qfleet.runtime import checkpoint, edgestates
 from qfleet.runtime.captured import Captured
 from qfleet.runtime.channels import edge_stem
 from qfleet.runtime.graph import Graph, Node, ends, open_handles
+from qfleet.runtime.memory import RunFolder
 from qfleet.runtime.reviving import Revival, RevivingPlacement, end_all
 from qfleet.runtime.streams import desert, hold
 from qfleet.runtime.supervisor import Member, starting
@@ -36,6 +37,9 @@ _AWAY = "away"
 
 class ComingsPlacement(RevivingPlacement):
     """A placement whose roles come and go; a subclass says where they can be."""
+
+    _folder: RunFolder
+    """This machine's. Whoever sends to a role that may be away, or to one of a group, is on this machine."""
 
     def __init__(self, graph: Graph, away: Collection[str] = (), **revival: Unpack[Revival]) -> None:
         super().__init__(graph, **revival)
@@ -67,6 +71,10 @@ class ComingsPlacement(RevivingPlacement):
     @abstractmethod
     def _settle(self, name: str, machine: str) -> None:
         """Prepare a role's next life on a machine."""
+
+    @abstractmethod
+    def _lodge(self, names: Sequence[str]) -> None:
+        """Find places for the roles of a group that is formed anew: those that come, and those that must move."""
 
     def present(self, kind: str) -> list[int]:
         """Return the indices of a kind's roles that are there and stay, in order."""
@@ -147,6 +155,7 @@ class ComingsPlacement(RevivingPlacement):
         self._watchdog.heard(member.name, time.monotonic())
 
     def _leave(self, member: Member) -> None:
+        self._ports[member.name].folder = self._folder.path  # where those are who sent to it, or heard of it
         super()._leave(member)
         if member.report.kind not in self._together:  # only groups are whole again when the run is resumed
             self._left = [node for node in self._left if node.name != member.name]
@@ -184,9 +193,8 @@ class ComingsPlacement(RevivingPlacement):
         return [member for member in self.crew if member.report.kind == kind]
 
     def _inlets(self, node: Node) -> list[Path]:
-        """Return the stems of the streams that a role receives from."""
-        folder = self._ports[node.name].folder
-        return [edge_stem(folder, end.edge) for end in ends(node.handles) if end.side == "receiver"]
+        """Return the stems of the streams that a role receives from, as those see them who send there."""
+        return [edge_stem(self._folder.path, end.edge) for end in ends(node.handles) if end.side == "receiver"]
 
     def _desert(self, node: Node, deserted: bool = True) -> None:
         for stem in self._inlets(node):
@@ -213,7 +221,7 @@ class ComingsPlacement(RevivingPlacement):
             if now - since >= _STUCK_S:
                 since = now
                 for edge in (edge for name in sources.keys() - left for edge in sources[name]):
-                    hold(edge_stem(self._ports[self._members(kind)[0].name].folder, edge), 1)
+                    hold(edge_stem(self._folder.path, edge), 1)
             self.advance()
 
     def _sources(self, kind: str) -> dict[str, list[str]]:
@@ -244,6 +252,7 @@ class ComingsPlacement(RevivingPlacement):
         life = max(self._ports[node.name].life for node in nodes) + 1
         everybody = {member.name: member for member in [*self.crew, *self._away.values()]}
         self._groups.form(kind, [node.name for node in nodes[:size]])
+        self._lodge([node.name for node in nodes[:size]])
         self._left = [node for node in self._left if node.kind != kind]
         for number, node in enumerate(nodes):
             member, ports = everybody[node.name], self._ports[node.name]
@@ -256,6 +265,7 @@ class ComingsPlacement(RevivingPlacement):
             elif member in self.crew:
                 self.crew.remove(member)
                 self._away[member.name] = member
+                ports.folder = self._folder.path
 
     # ------------------------------------------------------------------ checkpoints
 

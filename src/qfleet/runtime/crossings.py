@@ -9,7 +9,7 @@ from __future__ import annotations
 import select
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,12 +147,12 @@ class Exit:
 
 
 class Entry:
-    """The part of a stream on its receiver's node."""
+    """The part of a stream on its receiver's node; `first` is the number of the first message that comes here."""
 
-    def __init__(self, stem: Path) -> None:
+    def __init__(self, stem: Path, first: int = 0) -> None:
         self._ring, self.bell = Ring(stem), Bell(stem, "sender")
-        self._fetched = 0
-        """How many messages came from the other node; a restored run has others here besides."""
+        self._fetched = first
+        """How many messages have left the other node; a restored run has others here besides."""
 
     def standing(self) -> tuple[int, int, bool]:
         """Return the number of the next message, how many were taken, as the sender counts, and whether it ended."""
@@ -178,12 +178,22 @@ class Entry:
 
 
 class Depot:
-    """All that crosses the border of one node, in `folder`; `imports` and `exports` say what, by the other node."""
+    """All that crosses the border of one node, in `folder`; `imports` and `exports` say what, by the other node.
 
-    def __init__(self, folder: Path, imports: Mapping[str, Imports], exports: Mapping[str, Imports]) -> None:
+    Streams that were used before begin with the message whose number is in `begun`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        imports: Mapping[str, Imports],
+        exports: Mapping[str, Imports],
+        begun: Mapping[str, int] | None = None,
+    ) -> None:
         self._imports, self._exports = imports, exports
         self._lock = threading.Lock()
-        self.entries = {edge: Entry(edge_stem(folder, edge)) for one in imports.values() for edge in one.streams}
+        coming = [edge for one in imports.values() for edge in one.streams]
+        self.entries = {edge: Entry(edge_stem(folder, edge), (begun or {}).get(edge, 0)) for edge in coming}
         self._exits = {edge: Exit(edge_stem(folder, edge)) for one in exports.values() for edge in one.streams}
         self._shown = {
             edge: LatestPublisher(edge_stem(folder, edge)) for one in imports.values() for edge in one.values
@@ -196,6 +206,13 @@ class Depot:
         self._asked, self._answered = (dict.fromkeys({*imports, *exports}, 0) for _ in range(2))
         """By node: the last question to it, and the last one of it."""
 
+    def let_go(self, edges: Collection[str]) -> None:
+        """Exchange nothing more of some streams: the roles that used them here or there are elsewhere now."""
+        with self._lock:
+            for edge in edges:
+                self.entries.pop(edge, None)
+                self._exits.pop(edge, None)
+
     def question(self, source: str) -> Question:
         """Return what to ask another node."""
         imports = self._imports[source]
@@ -203,7 +220,7 @@ class Depot:
             self._asked[source] += 1
             return Question(
                 self._asked[source],
-                {edge: self.entries[edge].standing() for edge in imports.streams},
+                {edge: self.entries[edge].standing() for edge in imports.streams if edge in self.entries},
                 {edge: self._shown[edge].newest() for edge in imports.values},
                 self._parts(imports),
             )
@@ -215,7 +232,7 @@ class Depot:
             streams, heeded = {}, question.number >= self._answered[asker]
             if heeded:  # what an older one asks for may be gone
                 self._answered[asker] = question.number
-                for edge, (first, taken, _) in question.streams.items():
+                for edge, (first, taken, _) in self._known(question).items():
                     self._exits[edge].credit(taken)
                     streams[edge] = self._exits[edge].messages(first)
             values = {edge: self._seen[edge].sealed() for edge in self._newer(question)}
@@ -226,7 +243,8 @@ class Depot:
         """Put what came to where the roles of this node find it."""
         with self._lock:
             for edge, (first, frames, closed) in parcel.streams.items():
-                self.entries[edge].take(first, frames, closed)
+                if edge in self.entries:
+                    self.entries[edge].take(first, frames, closed)
             for edge, (stamp, frame) in parcel.values.items():
                 if stamp > self._shown[edge].newest():
                     self._shown[edge].place(Sealed(frame), stamp)
@@ -236,7 +254,8 @@ class Depot:
 
     def wait(self, asker: str, question: Question, seconds: float) -> None:
         """Wait until there is an answer to a question, at most so long."""
-        exits = [self._exits[edge] for edge in self._exports[asker].streams]
+        with self._lock:
+            exits = [self._exits[edge] for edge in self._known(question)]
         poll = select.poll()
         for each in exits:
             poll.register(each.bell, select.POLLIN)
@@ -245,11 +264,16 @@ class Depot:
             for each in exits:
                 each.bell.silence()
             with self._lock:
-                sent = any(self._exits[edge].news(first, end) for edge, (first, _, end) in question.streams.items())
+                known = self._known(question)
+                sent = any(self._exits[edge].news(first, end) for edge, (first, _, end) in known.items())
                 counted = waited > _COUNT_S and self._parts(self._exports[asker]) != question.cells
                 if sent or counted or self._newer(question):
                     return
             poll.poll(1e3 * _LOOK_S)
+
+    def _known(self, question: Question) -> dict[str, tuple[int, int, bool]]:
+        """Return those streams of a question that still go there from here."""
+        return {edge: asked for edge, asked in question.streams.items() if edge in self._exits}
 
     def _newer(self, question: Question) -> list[str]:
         """Return the values that are newer than those of a question."""

@@ -21,7 +21,7 @@ class LocalKeep:
     """A keep in the memory of this process, for placements that never begin a role anew."""
 
     life = gone = 0
-    planned = False
+    planned, meeting = False, ""
 
     def __init__(self) -> None:
         self._arrays: dict[str, NDArray[Any]] = {}
@@ -41,10 +41,12 @@ class LocalKeep:
 
 
 class FileKeep:
-    """A keep in files that begin with `stem`; `life`, `gone` and `planned` are as `Keep` has them."""
+    """A keep in files that begin with `stem`; `life`, `gone`, `planned` and `meeting` are as `Keep` has them."""
 
-    def __init__(self, stem: Path, life: int, setting: str, gone: int = 0, planned: bool = False) -> None:
-        self.life, self.gone, self.planned = life, gone, planned
+    def __init__(
+        self, stem: Path, life: int, setting: str, gone: int = 0, planned: bool = False, meeting: str = ""
+    ) -> None:
+        self.life, self.gone, self.planned, self.meeting = life, gone, planned, meeting
         self._stem, self._setting = stem, setting
         self._state = LatestPublisher(stem)
 

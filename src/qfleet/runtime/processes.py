@@ -112,6 +112,9 @@ class ProcessPlacement(ComingsPlacement):
     def _settle(self, name: str, machine: str) -> None:
         """Do nothing: all edges are here."""
 
+    def _lodge(self, names: Sequence[str]) -> None:
+        """Do nothing: there is one place."""
+
     def _wait_for_news(self, seconds: float) -> None:
         connection.wait([item for child in self._lives.values() for item in child.waitables()], seconds)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -33,15 +33,21 @@ from qfleet.runtime.channels import Ports, StreamLevels, edge_stem, lay_out
 from qfleet.runtime.comings import ComingsPlacement
 from qfleet.runtime.crossings import draw_map
 from qfleet.runtime.graph import Graph, Node, ends
+from qfleet.runtime.meeting import MeetingPlace
 from qfleet.runtime.memory import RunFolder, attach
 from qfleet.runtime.ray_actors import RoleSetup, end_process
 from qfleet.runtime.ray_cluster import Site
 from qfleet.runtime.ray_hands import Hands
 from qfleet.runtime.ray_keepers import Keepers
 from qfleet.runtime.ray_life import ActorLife
+from qfleet.runtime.ray_places import Grounds, rank_site, settle_down
 from qfleet.runtime.reviving import Revival
+from qfleet.runtime.streams import catch_up, reopen
 from qfleet.runtime.supervisor import Member
 from qfleet.runtime.worker import OpenEnds
+
+_SILENCE_S = 0.5
+"""How long a node that does not answer is left alone before roles are begun there again."""
 
 
 class RayPlacement(ComingsPlacement):
@@ -52,7 +58,9 @@ class RayPlacement(ComingsPlacement):
     threads of torch and OpenMP by kind, one where not given; kinds in `background` leave a core to any other. Roles in
     `away` are not begun yet. Those of kinds in `expendable` may be lost with their node: the run goes on without them.
     Roles in `on_gpus` get a GPU, or a part of one; those of kinds in `anywhere` are only where there are `needs`. The
-    autoscaler of a cluster that was joined is asked for room for `wanted` of them, besides the others.
+    autoscaler of a cluster that was joined is asked for room for `wanted` of them, besides the others. Of groups whose
+    kinds are in `across` all but the first role may be on other nodes, where this one has no room, and in their next
+    lives elsewhere when their node is lost.
     """
 
     name = "ray"
@@ -71,9 +79,13 @@ class RayPlacement(ComingsPlacement):
         on_gpus: Collection[str] = (),
         needs: Mapping[str, float] | None = None,
         wanted: int = 0,
+        across: Collection[str] = (),
         **revival: Unpack[Revival],
     ) -> None:
         super().__init__(graph, away, **revival)
+        self._across, self._on_gpus = set(across), set(on_gpus)
+        self._meeting: MeetingPlace | None = None
+        """Where a group meets that is on several nodes; None where none is."""
         payloads = {node.name: _payload(node) for node in graph.nodes}
         self._graph, self._expendable, self._needs = graph, set(expendable), needs or {}
         self._owns_ray = ray_cluster.connect(address)
@@ -88,13 +100,15 @@ class RayPlacement(ComingsPlacement):
             if address is not None and wanted:
                 self._ask_for(wanted, sum(node.kind not in anywhere for node in graph.nodes))
             nodes = ray_cluster.sites()
-            self._grounds = _Grounds(rehearsal, in_flight)
-            self._homes = _settle_down(graph, anywhere, nodes, self._away, self._needs)
+            self._grounds = Grounds(rehearsal, in_flight)
+            there = [node for node in graph.nodes if node.name not in self._away]
+            dealt = settle_down(there, anywhere, self._across, nodes, self._needs, self._on_gpus)
+            self._homes = dict.fromkeys(self._nodes, nodes[0]) | dealt
             self._here, *others = dict.fromkeys([nodes[0], *self._homes.values()])
             self._grounds.require(others)
             self._warn_of_crowd(ray.cluster_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]
             homes = {member.name: self._homes[member.name] for member in self.crew}
-            gpus = ray_cluster.gpu_shares({name: home for name, home in homes.items() if name in on_gpus})
+            gpus = ray_cluster.gpu_shares({name: home for name, home in self._homes.items() if name in self._on_gpus})
             roaming = {node.name: self._needs for node in graph.nodes if node.kind in anywhere}
             self._hands.hire(homes, ray_cluster.cpu_shares(homes.values()), gpus, roaming)
             self._set_up(self._lay_out(graph, others), payloads, threads or {}, background)
@@ -165,7 +179,37 @@ class RayPlacement(ComingsPlacement):
 
     def _begin(self, name: str) -> ActorLife:
         home = self._homes[name]
+        if self._nodes[name].kind in self._across:
+            self._ports[name].meeting = self._meet(name)
         return ActorLife(self._hands.take(name, home), self._setups[name], lambda pid: self._kill(home, pid))
+
+    def _meet(self, name: str) -> str:
+        """Return where a role's group meets; empty where all of it is on this node, so that nothing listens beyond."""
+        if all(self._homes[other] == self._here for other in self._groups.of(name)):
+            self._meeting = None
+            return ""
+        if self._meeting is None:
+            self._meeting = MeetingPlace(self._here.address)
+            text = (
+                f"ranks on several nodes meet at {self._meeting.address}, and sum their gradients without encryption or"
+                " a password: this needs a network where nobody else is"
+            )
+            self._incidents.append(Notice("supervisor", 0, "network", text))
+        return f"{self._meeting.address}/{self._nodes[name].kind}"
+
+    def _begin_due(self) -> list[Member]:
+        """Begin the dead anew, but none on a node that does not answer: it is lost, or answers again."""
+        now = time.monotonic()
+        due = {name for name, at in self._due.items() if now >= at}
+        silent = {site for site in {self._homes[name] for name in due} if not self._answers(site)}
+        for name in due:
+            if any(self._homes[other] in silent for other in self._groups.of(name)):
+                self._due[name] = now + _SILENCE_S
+        return super()._begin_due()
+
+    def _answers(self, site: Site) -> bool:
+        keepers = [one for one in self._keepers if one.has(site)]
+        return site == self._here or any(one.answers(site) for one in keepers)
 
     def _kill(self, home: Site, pid: int) -> None:
         """End a process of a node; with a node that is lost it is dead."""
@@ -207,7 +251,13 @@ class RayPlacement(ComingsPlacement):
         """Begin roles that are away on a node; returns False where that cannot be."""
         site = next((site for site in ray_cluster.sites() if site.id == machine), None)
         over = any(member.done for member in self.crew if member.report.kind == kind)
-        if site is None or site.id in self._grounds.unfit or over:
+        if site is None or over:
+            return False
+        return self._house([f"{kind}-{index}" for index in indices], site) and super().come(kind, indices, machine)
+
+    def _fit(self, site: Site) -> bool:
+        """Return whether a node has what a run needs; one that lacks something is named."""
+        if site.id in self._grounds.unfit:
             return False
         try:
             self._grounds.require([site] if site != self._here else [])
@@ -218,15 +268,20 @@ class RayPlacement(ComingsPlacement):
         except RayError:
             self._grounds.unfit.add(site.id)
             return False
-        return self._house([f"{kind}-{index}" for index in indices], site) and super().come(kind, indices, machine)
+        return True
 
     def _house(self, names: Sequence[str], site: Site) -> bool:
-        """Make the edges of roles on a node where they are to be; returns False if it is lost meanwhile."""
+        """Make the edges of roles on a node where they are to be; returns False if it is not fit, or lost meanwhile."""
+        if not self._fit(site):
+            return False
         folder = self._folder.path
+        self._let_go(names)
+        inlets = [end.edge for name in names for end in ends(self._nodes[name].handles) if end.side == "receiver"]
+        begun = {edge: reopen(edge_stem(folder, edge)) for edge in inlets}
         if site != self._here:
             keepers = Keepers()
             try:
-                folder = self._open_up(keepers, names, site)
+                folder = self._open_up(keepers, names, site, begun)
             except RayError:
                 self._grounds.unfit.add(site.id)
                 keepers.close()
@@ -238,11 +293,20 @@ class RayPlacement(ComingsPlacement):
             self._setups[name] = dataclasses.replace(self._setups[name], last_words=last_words)
         return True
 
-    def _open_up(self, keepers: Keepers, names: Sequence[str], site: Site) -> Path:
-        """Have keepers make the edges of these roles on another node; returns where they are."""
+    def _let_go(self, names: Sequence[str]) -> None:
+        """Have the keepers that these roles had exchange nothing more of what is theirs."""
+        edges = [end.edge for name in names for end in ends(self._nodes[name].handles)]
+        for former in self._keepers:
+            former.let_go(self._here, edges)
+
+    def _open_up(self, keepers: Keepers, names: Sequence[str], site: Site, begun: Mapping[str, int]) -> Path:
+        """Have keepers make the edges of these roles on another node; returns where they are.
+
+        What goes there begins with the messages whose numbers are in `begun`.
+        """
         homes = {name: site.id if name in names else self._here.id for name in self._nodes}
         drawn = draw_map(self._graph, homes, self._here.id)
-        folder = keepers.begin(self._graph, [self._here, site], self._folder.path, drawn)[site]
+        folder = keepers.begin(self._graph, [self._here, site], self._folder.path, drawn, begun)[site]
         stems = {edge: edge_stem(self._folder.path, edge) for edge in self._graph.counters}
         keepers.seed(site, {edge: attach(stem).view(np.int64).tolist() for edge, stem in stems.items()})
         if self._carrying:
@@ -252,9 +316,40 @@ class RayPlacement(ComingsPlacement):
     def _settle(self, name: str, machine: str) -> None:
         self._ports[name].folder = self._setups[name].last_words.parent
 
-    def _leave(self, member: Member) -> None:
-        self._ports[member.name].folder = self._folder.path  # where those are who sent to it, or heard of it
-        super()._leave(member)
+    def _lodge(self, names: Sequence[str]) -> None:
+        """Find places for the roles of a group: where their edges are, or where there is room if that node is to go.
+
+        Who comes and has no edges anywhere else goes where there is room, too.
+        """
+        self._ask_keepers("settle")
+        going = ray_cluster.draining()
+        for name in names:
+            home = self._homes[name]
+            homeless = name in self._away if home == self._here else home.id in going
+            site = self._room_for(name) if homeless and self._nodes[name].kind in self._across else home
+            if site is None:  # a part of this node's GPUs is kept for those who come, and for nobody else
+                site = home if name in self._on_gpus else self._here
+            if homeless:
+                self._house_rank(name, site)
+                self._dissolve(home)
+            else:
+                self._settle(name, home.id)
+
+    def _room_for(self, name: str) -> Site | None:
+        """Return a node that has room for a role of a group; None if none has."""
+        unfit, group = self._grounds.unfit | set(ray_cluster.draining()), self._groups.of(name)
+        sites = [self._here, *(site for site in ray_cluster.sites() if site != self._here and site.id not in unfit)]
+        coming = [other for other in group[: group.index(name)] if other in self._away]  # they have their places
+        there = [*(member.name for member in self.crew if member.name != name), *coming]
+        ranks = [other for other in there if self._nodes[other].kind == self._nodes[name].kind]
+        roles, beside = (Counter(self._homes[other] for other in some) for some in (there, ranks))
+        return rank_site(sites, roles, beside, name in self._on_gpus)
+
+    def _house_rank(self, name: str, site: Site) -> None:
+        """Let a role of a group be on a node from its next life on, or on this one if that cannot be."""
+        if not self._house([name], site):
+            self._house([name], self._here)
+        self._settle(name, self._homes[name].id)
 
     def _vacated(self, name: str) -> bool:
         """Return whether nothing of a role that is away is on its way any more; its keepers may then go."""
@@ -286,7 +381,7 @@ class RayPlacement(ComingsPlacement):
         """Go on without the roles of a lost node, or end the run where it cannot do without them."""
         there = [name for name, home in self._homes.items() if home == site and name in self._nodes]
         living = [member for member in self.crew if member.name in there]
-        if site == self._here or any(member.report.kind not in self._expendable for member in living):
+        if site == self._here or any(member.report.kind not in self._expendable | self._across for member in living):
             number = self._keepers[0].index(site)
             self.close()
             cause = f"{site.name} was lost with what its roles kept: `qfleet resume` goes on from the last checkpoint"
@@ -300,12 +395,33 @@ class RayPlacement(ComingsPlacement):
         self._dismiss_keepers()
         self._hands.forget(site)
         for member in living:
+            if member.report.kind in self._across and member.name not in self._leaving:
+                self._move(member, site)
+                continue
             self._leaving.add(member.name)
             if member.name in self._lives:
                 self._lives[member.name].condemn(f"{site.name} was lost")
             else:
                 self._due.pop(member.name, None)
                 self._leave(member)
+
+    def _move(self, member: Member, lost: Site) -> None:
+        """Let a role of a group, whose node was lost, be on another one from its next life on."""
+        site = self._room_for(member.name)
+        if site is None and member.name in self._on_gpus:
+            self.close()
+            cause = (
+                f"{lost.name} was lost, and no other node has a GPU for it: `qfleet resume` goes on from the last"
+                " checkpoint, with --learners as many as there are GPUs"
+            )
+            raise RoleFailure(member.report.kind, member.report.index, cause, died=True)
+        self._let_go([member.name])
+        first = self._nodes[self._groups.of(member.name)[0]]
+        for own, peer in zip(self._inlets(self._nodes[member.name]), self._inlets(first), strict=True):
+            catch_up(own, peer)  # else its streams may seem full of what all have learned from, and nothing comes
+        self._house_rank(member.name, site or self._here)
+        if member.name in self._lives:
+            self._lives[member.name].condemn(f"{lost.name} was lost")
 
     def _end(self) -> None:
         atexit.unregister(self.close)
@@ -318,33 +434,6 @@ class RayPlacement(ComingsPlacement):
             ray_cluster.ask_for([])
         if self._owns_ray:
             ray_cluster.stop_local()
-
-
-class _Grounds:
-    """Which nodes have what a run needs; each is looked over once."""
-
-    def __init__(self, rehearsal: Callable[[], Any] | None, in_flight: float) -> None:
-        self._rehearsal, self._in_flight = rehearsal, in_flight
-        self._fit: set[str] = set()
-        self.unfit: set[str] = set()
-        """The ids of nodes that cannot have roles: they lack something, or are lost, which Ray may not know yet."""
-
-    def require(self, sites: Sequence[Site]) -> None:
-        """Raise ConfigError unless all of these nodes will do."""
-        new = [site for site in sites if site.id not in self._fit]
-        ray_cluster.require_alike(new, sys.path, self._rehearsal)
-        ray_cluster.require_store(new, self._in_flight)
-        self._fit |= {site.id for site in new}
-
-
-def _settle_down(
-    graph: Graph, anywhere: Collection[str], nodes: Sequence[Site], away: Collection[str], needs: Mapping[str, float]
-) -> dict[str, Site]:
-    """Return the node that each role is on; for those that are away the driver's."""
-    there = [node for node in graph.nodes if node.name not in away]
-    roaming = [node.name for node in there if node.kind in anywhere]
-    dealt = ray_cluster.deal(len(there) - len(roaming), len(roaming), nodes, needs)
-    return {node.name: nodes[0] for node in graph.nodes} | dict(zip(roaming, dealt, strict=True))
 
 
 def _payload(node: Node) -> bytes:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import ray
 from ray import cloudpickle
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from qfleet.core import failpoints
 from qfleet.core.protocols import Report
@@ -44,6 +44,8 @@ from qfleet.runtime.worker import (
 PATIENCE_S = 0.5
 """How long a call stays where it was made, when there is nothing to tell."""
 _STOP_S = 5.0
+_TRANSFER_S, _LONGEST_TRANSFER_S = 5.0, 300.0
+"""How long what another node sends may be on its way at first, and at most, before it is asked for again."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,9 @@ class Keeper:
         """What is done once, and was."""
         self._put: dict[str, tuple[int, Any]] = {}
         """The newest values that were asked for, as Ray objects: each is put once, for all nodes."""
+        self._transfer_s, self._getting = _TRANSFER_S, threading.Lock()
+        """How long an answer may take, and who waits for a value: one thread at a time, since Ray has had defects where
+        several of a process wait for objects of other nodes."""
         self._depot: Depot
         self._keepers: Mapping[str, Any] = {}
 
@@ -182,13 +187,18 @@ class Keeper:
                 lay_out(edges, self._folder, here)
 
     def begin(
-        self, name: str, keepers: Mapping[str, Any], imports: Mapping[str, Imports], exports: Mapping[str, Imports]
+        self,
+        name: str,
+        keepers: Mapping[str, Any],
+        imports: Mapping[str, Imports],
+        exports: Mapping[str, Imports],
+        begun: Mapping[str, int],
     ) -> None:
-        """Learn who the others are and what is exchanged with them."""
+        """Learn who the others are and what is exchanged with them, and with which messages streams begin."""
         with self._once("begin") as first:
             if first:
                 self._name, self._keepers, self._sources = name, keepers, list(imports)
-                self._depot = Depot(self._folder, imports, exports)
+                self._depot = Depot(self._folder, imports, exports, begun)
 
     def carry(self) -> None:
         """Let what is new on other nodes come here from now on."""
@@ -217,6 +227,10 @@ class Keeper:
         """Let counters begin with these cells: roles that were elsewhere before go on counting here."""
         for edge, cells in counters.items():
             attach(edge_stem(self._folder, edge)).view(np.int64)[:] = cells
+
+    def let_go(self, edges: Sequence[str]) -> None:
+        """Exchange nothing more of some streams."""
+        self._depot.let_go(edges)
 
     def unfetched(self, edges: Sequence[str]) -> int:
         """Return how many messages of some streams have not been used up where they go to."""
@@ -251,10 +265,24 @@ class Keeper:
         return known
 
     def _ask(self, source: str, patience: float) -> bool:
-        """Take in what another node has for this one; returns whether that was everything."""
-        parcel: Parcel = insist(self._keepers[source].fetch, self._name, self._depot.question(source), patience)
-        values = {edge: (stamp, ray.get(frame)) for edge, (stamp, frame) in parcel.values.items()}
-        self._depot.take_in(source, replace(parcel, values=values))
+        """Take in what another node has for this one; returns whether that was everything.
+
+        Messages wait for no values. What does not come in time is asked for again, with more patience.
+        """
+        question, limit = self._depot.question(source), self._transfer_s
+        try:
+            parcel: Parcel = insist(self._keepers[source].fetch, self._name, question, patience, patience_s=limit)
+            self._depot.take_in(source, replace(parcel, values={}))
+            with self._getting:
+                values = {
+                    edge: (stamp, ray.get(frame, timeout=limit)) for edge, (stamp, frame) in parcel.values.items()
+                }
+        except GetTimeoutError:
+            self._transfer_s = min(2 * limit, _LONGEST_TRANSFER_S)
+            return False
+        if values:
+            self._depot.take_in(source, Parcel(parcel.heeded, {}, values, {}))
+            self._transfer_s = max(limit / 2, _TRANSFER_S)
         return parcel.heeded
 
     def _follow(self, source: str) -> None:
@@ -269,10 +297,10 @@ class Keeper:
 
     def _tell_taken(self) -> None:
         """Tell senders elsewhere at once what roles here have taken."""
-        poll, bells = select.poll(), [entry.bell for entry in self._depot.entries.values()]
-        for bell in bells:
-            poll.register(bell, select.POLLIN)
         while not self._closed.is_set():
+            poll, bells = select.poll(), [entry.bell for entry in list(self._depot.entries.values())]
+            for bell in bells:
+                poll.register(bell, select.POLLIN)
             if poll.poll(1e3 * PATIENCE_S):
                 for bell in bells:
                     bell.silence()

@@ -48,6 +48,8 @@ class Site:
     gpus: float = 0.0
     custom: frozenset[tuple[str, float]] = frozenset()
     """What a person said that it has besides, by name (`ray start --resources`)."""
+    address: str = ""
+    """By which other nodes reach it."""
 
     def room(self, needs: Mapping[str, float]) -> float:
         """Return how many roles with such needs fit here, whatever CPUs there are."""
@@ -125,6 +127,7 @@ def sites() -> list[Site]:
             node["Resources"].get("object_store_memory", 0.0),
             node["Resources"].get("GPU", 0.0),
             frozenset((name, float(amount)) for name, amount in node["Resources"].items() if _is_custom(name)),
+            node["NodeManagerAddress"],
         )
         for node in ray.nodes()  # type: ignore[no-untyped-call]
         if node["Alive"]
@@ -220,10 +223,17 @@ def require_started(actors: Mapping[str, Any], patience_s: float = 300.0) -> Non
         )
 
 
-def deal(here: int, anywhere: int, nodes: Sequence[Site], needs: Mapping[str, float] | None = None) -> list[Site]:
+def deal(
+    here: int,
+    anywhere: int,
+    nodes: Sequence[Site],
+    needs: Mapping[str, float] | None = None,
+    settled: Sequence[Site] = (),
+) -> list[Site]:
     """Return a node for each of so many roles that may be anywhere, when so many others are on the first node.
 
-    The next one goes to the node that has most CPUs left, of those that still have what it needs.
+    The next one goes to the node that has most CPUs left, of those that still have what it needs. Further roles are on
+    the nodes of `settled`.
     """
     room = [site.room(needs or {}) for site in nodes]
     if sum(room) < anywhere:
@@ -232,7 +242,7 @@ def deal(here: int, anywhere: int, nodes: Sequence[Site], needs: Mapping[str, fl
             f" {sum(room):g}: start Ray on more nodes with --resources '{json.dumps(dict(needs or {}))}', or lower"
             " --actors"
         )
-    left = [site.cpus - (here if number == 0 else 0) for number, site in enumerate(nodes)]
+    left = [site.cpus - (here if number == 0 else 0) - settled.count(site) for number, site in enumerate(nodes)]
     dealt = []
     for _ in range(anywhere):
         number = max((number for number in range(len(nodes)) if room[number] >= 1), key=lambda number: left[number])

@@ -42,8 +42,13 @@ class Keepers:
         self._attending: dict[Any, Site] = {}
         self._edges: Mapping[str, set[str]] = {}
 
-    def begin(self, graph: Graph, nodes: list[Site], folder: Path, drawn: Map) -> dict[Site, Path]:
-        """Make the keepers and the edges of their nodes; returns where these are."""
+    def begin(
+        self, graph: Graph, nodes: list[Site], folder: Path, drawn: Map, begun: Mapping[str, int] | None = None
+    ) -> dict[Site, Path]:
+        """Make the keepers and the edges of their nodes; returns where these are.
+
+        What goes from the driver's node to the others begins with the messages whose numbers are in `begun`.
+        """
         self._edges = drawn.edges
         namespace = f"qfleet-{secrets.token_hex(4)}"
         for site in nodes:
@@ -56,7 +61,8 @@ class Keepers:
         for site in nodes[1:]:
             insist(self._actors[site].lay_out, edges, drawn.edges[site.id])
         for site, keeper in self._actors.items():
-            insist(keeper.begin, site.id, by_id, drawn.imports[site.id], drawn.exports[site.id])
+            first = {} if site is nodes[0] else begun or {}
+            insist(keeper.begin, site.id, by_id, drawn.imports[site.id], drawn.exports[site.id], first)
         return {site: insist(keeper.folder) for site, keeper in self._actors.items()}
 
     def ask(self, method: str) -> None:
@@ -102,6 +108,19 @@ class Keepers:
     def laid_out(self, site: Site, edges: Sequence[str]) -> list[str]:
         """Return those of some edges that it has on a node."""
         return [edge for edge in edges if edge in self._edges[site.id]]
+
+    def answers(self, site: Site) -> bool:
+        """Return whether its keeper on a node can be reached: Ray takes a lost node for alive for some seconds."""
+        try:
+            insist(self._actors[site].folder, patience_s=_ANSWER_S)
+        except RayError:
+            return False
+        return True
+
+    def let_go(self, here: Site, edges: Sequence[str]) -> None:
+        """Have nothing more of some streams come to this node, or go from it: their roles are elsewhere now."""
+        if here in self._actors and (own := self.laid_out(here, edges)):
+            insist(self._actors[here].let_go, own)
 
     def leave(self, site: Site) -> None:
         """Give a node back, and the driver's too if no other is left; nothing is on its way any more."""

@@ -61,6 +61,22 @@ def hold(stem: Path, more: int | None) -> None:
     cells[_HELD] = 0 if more is None else cells[SENT] + more + 1
 
 
+def reopen(stem: Path) -> int:
+    """Let a receiver that was on another node go on with what its sender still has; returns the first such message."""
+    cells = attach(stem).view(np.int64)
+    cells[TAKEN] = max(int(cells[TAKEN]), 0)  # less where messages of a restored run waited there
+    return int(cells[TAKEN])
+
+
+def catch_up(stem: Path, peer: Path) -> None:
+    """Let a receiver whose acknowledgements were lost leave out what its peer, who gets the same, has taken.
+
+    Both were sent the same number of messages lately, perhaps but for the last one.
+    """
+    cells, other = attach(stem).view(np.int64), attach(peer).view(np.int64)
+    cells[TAKEN] = max(cells[TAKEN], cells[SENT] - (other[SENT] - other[TAKEN]))
+
+
 class Ring:
     """What both ends of a stream see: the cursors and the slots."""
 

@@ -38,7 +38,7 @@ KNOWN = {
 """Ray gives a node up that it has not heard of for about 10 s: 30 by its own choice."""
 CUT_AFTER_STEPS = 1500
 LOST_OF_A_HUNDRED = 30
-_PATIENCE_S = 360.0
+_PATIENCE_S = 600.0
 
 
 def why_not() -> str:
@@ -93,11 +93,9 @@ def break_network(what: Case, second: Machine, run: Path, cut_at: list[int]) -> 
 def broken_network(machine: Machine, faults: str) -> Iterator[None]:
     """Drop what comes to a machine and what leaves it, or some of it."""
     some = f"numgen random mod 100 < {LOST_OF_A_HUNDRED} " if faults == PACKETS else ""
-    rules = [f"add rule inet cut {way} {port} != lo {some}drop" for way, port in (("input", "iif"), ("output", "oif"))]
-    hooks = [
-        f"add chain inet cut {way} {{ type filter hook {way} priority 0; policy accept; }}"
-        for way in ("input", "output")
-    ]
+    ways = {"input": "iifname", "output": "oifname"}
+    rules = [f"add rule inet cut {way} {port} != lo {some}drop" for way, port in ways.items()]
+    hooks = [f"add chain inet cut {way} {{ type filter hook {way} priority 0; policy accept; }}" for way in ways]
     done = machine.run("nft -f - <<'END'\n" + "\n".join(["add table inet cut", *hooks, *rules]) + "\nEND", {})
     assert done.returncode == 0, done.stdout
     try:

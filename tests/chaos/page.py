@@ -27,8 +27,8 @@ fault that the run can notice is not in the event log with its cause and the tim
 
 - late messages: each of a dozen messages between roles is held up for half a second, before, in or after its sending;
 - full disk, slow disk: two writes of checkpoints, metrics or events fail, or some take half a second more each;
-- clock jumps and kills: the wall clocks of all processes, each by itself, jump to and fro within 12 hours again and
-  again (`tests/chaos/wall_clock.c`; monotonic clocks go on), while processes are killed;
+- clock jumps and kills: the wall clocks of all processes, each by itself, jump forward and back by up to 12 hours
+  again and again (`tests/chaos/wall_clock.c`; monotonic clocks go on), while processes are killed;
 - damaged file: a bit of a file of the newest checkpoint flips between the end of a run and its resume;
 - NaN: the network's values are no numbers in some passes of the learner; hanging environments: one of each actor hangs;
 - lost packets, short and long partition: the actors are on another machine (a network namespace), and the network to it

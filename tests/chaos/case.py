@@ -37,7 +37,7 @@ from page import repairs
 from stories import Ending, live_through
 from telling import check_told
 from test_kills import Patient, experiment, lives, stored
-from versions import check_versions, read
+from versions import Version, check_versions, read
 
 import qfleet.session
 from qfleet.core.failpoints import VARIABLE
@@ -126,9 +126,17 @@ def broken(what: Case, folder: Path, breaker: Breaker) -> dict[str, Any]:
         "met": faults,
         "sent": history.sent,
         "stored": history.stored,
-        "versions": sum(check_versions(read(notes)) for notes in sorted(folder.glob("history-*"))),
+        "versions": weights_published(folder),
         "repairs": repairs(deaths, run.learners),
     }
+
+
+def weights_published(folder: Path) -> int:
+    """Check the history of each part of a run; return how many weights they published."""
+    parts: list[set[Version]] = []
+    for notes in sorted(folder.glob("history-*")):
+        parts.append(check_versions(read(notes), earlier=set().union(*parts)))
+    return sum(map(len, parts))
 
 
 def check_counters(events: Lines, metrics: Lines) -> None:

@@ -135,7 +135,11 @@ GOOD_HISTORY = (
 
 
 def test_weights_that_go_forward_are_counted():
-    assert check_versions(history(*GOOD_HISTORY)) == 3
+    assert check_versions(history(*GOOD_HISTORY)) == {Version(0, 1), Version(0, 5), Version(1, 3)}
+    begun = ("actor-0.0.8", "taken", 0, 0)  # with what a checkpoint has
+    assert len(check_versions(history(begun, *GOOD_HISTORY), earlier={Version(0, 0)})) == 3
+    with pytest.raises(AssertionError, match="nobody published"):
+        check_versions(history(begun, *GOOD_HISTORY))
 
 
 @pytest.mark.parametrize(

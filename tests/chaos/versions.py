@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,10 +35,11 @@ def read(folder: Path) -> list[Note]:
     return sorted(notes)
 
 
-def check_versions(notes: list[Note]) -> int:
-    """Raise AssertionError unless versions strictly increase and each epoch has one writer; returns how many there are.
+def check_versions(notes: list[Note], earlier: AbstractSet[Version] = frozenset()) -> set[Version]:
+    """Raise AssertionError unless versions strictly increase and each epoch has one writer; returns those published.
 
-    Whoever follows weights sees them in that order, each once in its life, and none that were not published.
+    Whoever follows weights sees them in that order, each once in its life, and none that were not published: in this
+    part of a run, or in `earlier` ones, whose last weights a resumed run begins with.
     """
     writers, seen = defaultdict(set), defaultdict(list)
     for note in notes:
@@ -52,5 +54,5 @@ def check_versions(notes: list[Note]) -> int:
     for who, versions in seen.items():
         back = [(old, new) for old, new in itertools.pairwise(versions) if new <= old]
         assert not back, f"weights went back: {who} had {back[0][0]} before {back[0][1]}"
-        assert published.issuperset(versions), f"{who} took weights that nobody published"
-    return len(published)
+        assert (published | earlier).issuperset(versions), f"{who} took weights that nobody published"
+    return published

@@ -79,6 +79,8 @@ def digest(state: Any) -> str:
 
 def _undivided(state: Any) -> Any:
     """Return a state with a hash of each row in place of chunks."""
+    if isinstance(state, list):
+        return [_undivided(part) for part in state]
     if not isinstance(state, dict):
         return state
     if "chunks" not in state:

@@ -33,8 +33,10 @@ fault that the run can notice is not in the event log with its cause and the tim
 - NaN: the network's values are no numbers in some passes of the learner; hanging environments: one of each actor hangs;
 - lost packets, short and long partition: the actors are on another machine (a network namespace), and the network to it
   loses 30 of 100 packets, or all, for 5 to 15 s, 2 to 5 s and 25 to 35 s. Ray gives a node up after about 10 s here: a
-  fixed run then ends and is resumed when the machine is back, an elastic one goes on with actors on the machine it has.
-  With a machine goes what it had sent and nobody had acknowledged.
+  fixed run has to end then, and is resumed when the machine is back, an elastic one has to go on with actors on the
+  machine that is left. With a machine goes what it had sent and nobody had acknowledged.
+
+Of late messages and slow disks the faults that were planned are counted; a short run does not come to all of them.
 """
 KILLING = 10_000
 """Seeds below this are of the cases that kill."""

@@ -1,14 +1,16 @@
 """Measures how long checkpoints hold training up, and how many bytes they write.
 
-    python benchmarks/checkpoint_pause.py [--checkpoints 100] [--cases small frames] [--placements inline processes]
+    python benchmarks/checkpoint_pause.py [--checkpoints 100] [--cases small frames fused] [--placements inline ...]
 
-DQN saves every few thousand steps: on CartPole (rows of 33 bytes, room for a million) and on Pong (a frame of 7 kB a
-row, prioritised, the Nature network, room for 50,000). "pause" is the time during which no role may step, by the clock:
-stopping all of them, copying their states; "computing" is the processor's time of it (inline: all of it is in one
-thread), which other programs on the machine do not lengthen much. "round" is the longest round of an inline run while
-a checkpoint was being written beside it, and between two (p99 of these): what a thread that writes costs. Bytes are
-those of new files: rows in chunks with their parity, and the states of roles, which are written whole. "of new rows"
-divides by what the new rows take in memory, for the chunks alone and for everything.
+DQN saves every few thousand steps: on CartPole (rows of 33 bytes, room for a million), on Pong (a frame of 7 kB a row,
+prioritised, the Nature network, room for 50,000), and on MinAtar's Breakout in a fused loop (a frame of 400 bytes a
+row, prioritised, room for 200,000), which has no placement but inline. "pause" is the time during which no role may
+step, by the clock: stopping all of them, copying their states; "computing" is the processor's time of it (inline: all
+of it is in one thread), which other programs on the machine do not lengthen much. "round" is the longest round of an
+inline run while a checkpoint was being written beside it, and between two (p99 of these): what a thread that writes
+costs. Bytes are those of new files: rows in chunks with their parity, and the states of roles, which are written whole.
+"of new rows" divides by what the new rows take in memory, for the chunks alone and for everything; a fused loop has a
+row more for the end of each episode, which is no step.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from qfleet.core.saving import Saving
 from qfleet.envs import env_spec
 from qfleet.experiment import Experiment, with_changes
 from qfleet.presets import preset
+from qfleet.presets.algorithms import apply
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "small": (
@@ -52,8 +55,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "learner.learning_starts": 1000,
         },
     ),
+    "fused": (
+        "minatar:breakout",
+        {
+            "topology": "fused",
+            "actor.envs": 64,
+            "replay.capacity": 200_000,
+            "replay.sampler": {"kind": "prioritised"},
+            "learner.train_period": 200.0,
+            "learner.learning_starts": 1000,
+        },
+    ),
 }
-EVERY = {"small": 4000, "frames": 2000}
+EVERY = {"small": 4000, "frames": 2000, "fused": 20_000}
+BESIDE_FRAMES = {"small": 17, "frames": 17, "fused": 16}
+"""Bytes that a row takes besides its frame."""
 COLUMNS = (
     "rows | placement | checkpoints | new rows | pause, ms: median | p99 | most | computing: median | p99"
     " | written in, ms: median | longest round, ms: writing | else | kB: chunks | states | of new rows: chunks | all"
@@ -64,7 +80,8 @@ def experiment(case: str, placement: str, every: int, checkpoints: int) -> Exper
     name, changes = CASES[case]
     quiet = {"every": 10**9, "episodes": 1, "envs": 1, "test_episodes": 1, "max_episode_steps": 50, "target": None}
     shared = {"env_steps": every * checkpoints, "placement": placement, "actors": 1, "evaluation": quiet}
-    return with_changes(preset(name), {**shared, **changes, "checkpoint.every": every})
+    chosen = apply(preset(name), "dqn") if case == "fused" else preset(name)  # the game's own agent has no replay
+    return with_changes(chosen, {**shared, **changes, "checkpoint.every": every})
 
 
 @dataclass
@@ -146,7 +163,7 @@ def row(case: str, placement: str, settings: Experiment, watched: Watched) -> st
     frame = sum(leaf.frame_bytes for leaf in env_spec(settings.env).observations.values())
     new = np.diff(watched.steps)[1:-1]
     chunks, states = (np.array([one[kind] for one in watched.written[counted]]) for kind in ("chunks", "states"))
-    in_memory = new * (frame + 17.0)
+    in_memory = new * float(frame + BESIDE_FRAMES[case])
     rounds = [f"{np.percentile(part, 99):.0f}" if placement == "inline" else "-" for part in (writing, other)]
     ratios = [chunks.sum() / in_memory.sum(), (chunks.sum() + states.sum()) / in_memory.sum()]
     times = [np.median(pauses), np.percentile(pauses, 99), pauses.max()]
@@ -169,13 +186,13 @@ def row(case: str, placement: str, settings: Experiment, watched: Watched) -> st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoints", type=int, default=100)
-    parser.add_argument("--every", type=int, help="steps between two; 4,000 for small rows, 2,000 for frames")
+    parser.add_argument("--every", type=int, help="steps between two; else as each case has them")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--placements", nargs="+", default=["inline", "processes"])
     arguments = parser.parse_args()
     print(f"| {COLUMNS} |\n|" + "---|" * (COLUMNS.count("|") + 1), flush=True)
     for case in arguments.cases:
-        for placement in arguments.placements:
+        for placement in ["inline"] if case == "fused" else arguments.placements:
             every = arguments.every or EVERY[case]
             settings = experiment(case, placement, every, arguments.checkpoints)
             print(row(case, placement, settings, measure(settings)), flush=True)

@@ -65,6 +65,23 @@ def test_nothing_a_user_passes_is_unpickled():
     assert not [f for f in FILES if dangerous.search(f.read_text())]
 
 
+READERS = {
+    "cli/logs.py": "to find lines of the last minutes",
+    "cli/status.py": "to say how long ago something was",
+    "control/monitor.py": "the time of an event, for people",
+    "control/progress.py": "the time of a record, for people",
+    "observe/prometheus.py": "when a record was made",
+    "runtime/ownership.py": "for people, and a guess at silence that watching makes sure of",
+    "runtime/ray_cluster.py": "to say how long a node is still there",
+}
+
+
+def test_the_wall_clock_is_read_for_people_and_decides_nothing():
+    reads = re.compile(r"time\.time\(|time\.time_ns\(|st_mtime|datetime\.(now|utcnow|today)\(|CLOCK_REALTIME")
+    readers = {str(path.relative_to(SOURCE)) for path in FILES if reads.search(path.read_text())}
+    assert readers == set(READERS), "clocks jump: deadlines, orders and leases go by time.monotonic()"
+
+
 def run_python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 

@@ -1,4 +1,4 @@
-"""Kills and stops processes of a run at random moments, from a thread that the run knows nothing of."""
+"""Kills and stops processes at random moments, and has clocks jump, from a thread that the run knows nothing of."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
+import clocks
 import numpy as np
-from cases import PAUSES, Case
+from cases import CLOCK, PAUSES, Case
 
 PAUSED_S = 1.0
 """The longest that a process is stopped for."""
@@ -28,13 +30,16 @@ class Breaker(threading.Thread):
         self.killed: list[tuple[str, str]] = []
         """Role and phase of each process that was killed."""
         self.times: list[float] = []
-        """When that was."""
-        self.paused = 0
+        """When that was, by a clock that does not jump."""
+        self.paused = self.jumps = 0
 
     def run(self) -> None:
         while len(self.killed) < self._what.kills and not self._over.wait(self._rng.uniform(*self._what.between_s)):
             if self.placement is None:
                 continue
+            if self._what.faults == CLOCK:
+                clocks.jump(Path(os.environ[clocks.FILE]), self._rng)
+                self.jumps += 1
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 self._break_one()
 
@@ -59,7 +64,7 @@ class Breaker(threading.Thread):
         elif pids[name] not in self._broken and self._kill(name, pids[name]):
             self._broken.add(pids[name])
             self.killed.append((name, phases.get(name, "unknown")))
-            self.times.append(time.time())
+            self.times.append(time.monotonic())
 
     def _kill(self, name: str, pid: int) -> bool:
         """Kill a process, every other one of Ray's by Ray's own means; returns whether the run was still there."""

@@ -1,4 +1,7 @@
-"""Writes the golden files of the present formats: run it when a format gets a new version, and keep the old files."""
+"""Writes the golden files of the present formats: run it when a format gets a new version, and keep the old files.
+
+python tests/golden/make.py NAME pipeline|fused
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ HERE = Path(__file__).parent
 OBSERVATIONS = np.linspace(-1, 1, 20, dtype=np.float32).reshape(5, 4)
 
 
-def main(name: str) -> None:
+def main(name: str, topology: str) -> None:
     """Train for a moment and keep configuration, model, last checkpoint, and what the model answers."""
     small = {
-        "topology": "pipeline",
+        "topology": topology,
         "env_steps": 400,
         "network.hidden": [8],
         "agent.head.atoms": 5,
@@ -35,11 +38,11 @@ def main(name: str) -> None:
     run = qfleet.train(with_changes(apply(preset("cartpole"), "rainbow"), small), seed=7, run_dir=HERE / name)
     (run.dir / "answers.json").write_text(json.dumps(qfleet.load(run.dir).q(OBSERVATIONS).tolist()))
     for path in run.dir.iterdir():
-        if path.name in ("metrics.jsonl", "events.jsonl", "summary.json", ".lock", ".request"):
+        if path.name in ("metrics.jsonl", "events.jsonl", "summary.json", ".lock", ".request", ".scale"):
             path.unlink()
     for old in checkpoint.complete(run.dir / "checkpoints")[:-1]:
         shutil.rmtree(old)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,12 +63,18 @@ class NumberedEnv(gym.Env):  # type: ignore[type-arg]
     action_space = gym.spaces.Discrete(3)
     _made = 0
 
-    def __init__(self, journal: str) -> None:
-        """Write steps into a file of the directory `journal` that is named after the process."""
+    def __init__(self, journal: str, hang_at: int = 0) -> None:
+        """Write steps into a file of the directory `journal` that is named after the process.
+
+        With `hang_at` the first environment of each actor hangs in that step, counted from 1, in its first life.
+        """
         self._seed, self._step, self._number = 0, 0, NumberedEnv._made
         NumberedEnv._made += 1
-        name = f"{Path('/proc/self/comm').read_text().strip()}.{os.getpid()}"  # roles name their process
-        self._journal = os.open(Path(journal) / name, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+        role = Path("/proc/self/comm").read_text().strip()  # roles name their process
+        spared = self._number or not role.startswith("actor-") or any(Path(journal).glob(f"{role}.*"))
+        self._hangs_in = 0 if spared else hang_at
+        path = Path(journal) / f"{role}.{os.getpid()}"
+        self._journal = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
@@ -77,6 +84,9 @@ class NumberedEnv(gym.Env):  # type: ignore[type-arg]
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         place = Place(self._seed, self._step)
         os.write(self._journal, _STEP.pack(self._number, *place, int(action)))
+        self._hangs_in -= 1
+        while self._hangs_in == 0:
+            time.sleep(3600)
         self._step += 1
         over = self._step >= length(self._seed)
         ends = terminates(self._seed)

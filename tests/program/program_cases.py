@@ -79,10 +79,14 @@ def digest(state: Any) -> str:
 
 def _undivided(state: Any) -> Any:
     """Return a state with a hash of each row in place of chunks."""
+    if isinstance(state, list):
+        return [_undivided(part) for part in state]
     if not isinstance(state, dict):
         return state
     if "chunks" not in state:
         return {name: _undivided(part) for name, part in state.items()}
+    if "spans" in state:
+        return _whole_grid(state)
     rows: dict[int, str] = {}
     home = np.repeat(*state["home"])
     for number, chunk in enumerate(state["chunks"]):
@@ -91,6 +95,22 @@ def _undivided(state: Any) -> Any:
             if home[row] == number:
                 rows[row] = hashlib.sha256(data).hexdigest()
     return {"layout": state["layout"], "rows": [[row, rows[row]] for row in sorted(rows)]}
+
+
+def _whole_grid(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a fused loop's replay with a hash of each tick in place of chunks and the last ticks."""
+    length, ticks = state["layout"][0], int(state["positions"][0])
+    parts = [
+        (first, chunk.read()["columns"]) for (first, _), chunk in zip(state["spans"], state["chunks"], strict=True)
+    ]
+    parts.append((parts[-1][0] + len(parts[-1][1]["stamp"]) if parts else 0, state["columns"]))
+    hashes = {
+        first + number: hashlib.sha256(b"".join(row.numpy().tobytes() for row in tick)).hexdigest()
+        for first, columns in parts
+        for number, tick in enumerate(zip(*columns.values(), strict=True))
+    }
+    small = {name: part for name, part in state.items() if name not in ("spans", "chunks", "columns")}
+    return {**small, "rows": [[tick, hashes[tick]] for tick in range(max(ticks - length, 0), ticks)]}
 
 
 def _row_bytes(content: dict[str, Any]) -> Iterator[bytes]:

@@ -84,3 +84,15 @@ def test_a_step_that_never_happened_is_found() -> None:
     messages, lives = played()
     with pytest.raises(AssertionError, match="never happened"):
         check([stored(messages)], [lives[0][length(SEEDS[0]) :]], evicting=False)
+
+
+def test_with_a_lost_machine_goes_the_end_of_a_life_and_nothing_before_it() -> None:
+    messages, lives = played()
+    cut = messages[: length(SEEDS[0]) + 3]  # two steps of the second episode, and not the rest
+    with pytest.raises(AssertionError, match="lost"):
+        check([stored(cut)], lives, evicting=False)
+    found = check([stored(cut)], lives, evicting=False, machine_lost=True)
+    assert found.sent == found.stored == length(SEEDS[0]) + 2
+    gap = [*messages[:1], dataclasses.replace(messages[2], cut=np.zeros(1, np.int64)), *messages[3:]]
+    with pytest.raises(AssertionError, match="lost"):
+        check([stored(gap)], lives, evicting=False, machine_lost=True)

@@ -127,8 +127,8 @@ def survive(
     return found, [event for event in events if event["event"] == "restart"]
 
 
-def stored(run: Experiment, folder: Path, index: int) -> Replay:
-    """Return one shard of the replay of a run's last checkpoint."""
+def stored(run: Experiment, folder: Path, index: int, saved: Path | None = None) -> Replay:
+    """Return one shard of the replay of a run's last checkpoint, or of one that was `saved` before."""
     probe = make_env(run.env, 1)
     setup = shard_setup(run, probe.spec, folder, index)
     probe.close()
@@ -136,7 +136,8 @@ def stored(run: Experiment, folder: Path, index: int) -> Replay:
         run.replay, probe.spec, streams=setup.streams, n_step=setup.n_step, gamma=setup.gamma,
         part=setup.part, rng=np.random.default_rng(0), directory=folder,
     )  # fmt: skip
-    replay.load_state_dict(read_state(complete(folder / "checkpoints")[-1], f"replay-{index}")["replay"])
+    saved = saved or complete(folder / "checkpoints")[-1]
+    replay.load_state_dict(read_state(saved, f"replay-{index}")["replay"])
     return replay
 
 

@@ -12,7 +12,10 @@ from program_cases import fingerprint, short
 import qfleet
 from qfleet import Callbacks
 from qfleet.core.errors import QfleetError
+from qfleet.experiment import with_changes
 from qfleet.observe.sinks import read_jsonl
+from qfleet.presets import preset
+from qfleet.presets.algorithms import apply
 from qfleet.runtime import captured, checkpoint
 
 
@@ -126,3 +129,23 @@ def test_a_role_that_dies_while_it_writes_costs_no_more_than_another_try(where, 
     found = checkpoint.newest_good(run.dir / "checkpoints")
     assert (found.manifest["env_steps"], found.skipped) == (run.summary["env_steps"], [])
     assert not list((run.dir / "checkpoints").glob(".epoch-*/[0-9]*"))
+
+
+@pytest.mark.slow
+def test_all_checkpoints_of_a_fused_run_write_its_rows_about_once(tmp_path):
+    settings = {"topology": "fused", "checkpoint.every": 8000, "checkpoint.keep": 99, "replay.capacity": 30_000}
+    chosen = with_changes(apply(preset("minatar:breakout"), "dqn"), {"actor.envs": 64, "env_steps": 40_000, **settings})
+    quiet = {"evaluation.every": 10**9, "evaluation.episodes": 1, "evaluation.test_episodes": 1}
+    still = {
+        "learner.learning_starts": 1000,
+        "learner.train_period": 2000.0,
+        "evaluation.max_episode_steps": 10,
+        "evaluation.target": None,
+    }
+    run = qfleet.train(with_changes(chosen, {**quiet, **still}), run_dir=tmp_path / "run")
+    saved = checkpoint.read_state(checkpoint.complete(run.dir / "checkpoints")[-1], "fused-0")["loop"]["grid"]
+    assert len(events(run.dir, "checkpoint")) >= 4
+    ticks, row_bytes = int(saved["positions"][0]), 400 + 16
+    written = sum(path.stat().st_size for path in (run.dir / "checkpoints" / "chunks").iterdir())
+    assert ticks > 30_000 // 64, "the ring went around"
+    assert 0.99 * ticks * 64 * row_bytes < written <= 1.2 * ticks * 64 * row_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from io import FileIO
@@ -92,6 +93,8 @@ def test_two_checkpoints_without_room_are_one_notice_and_change_nothing_else(tmp
     (text,) = unsaved(run.dir)
     assert "No space left on device" in text
     assert "training goes on" in text
+    (again,) = (event["text"] for event in events(run.dir, "notice") if event["kind"] == "saved")
+    assert re.fullmatch(r"checkpoints can be written again, \d+\.\d s after they could not", again)
     uncut = qfleet.train(short(**OFTEN), seed=5, run_dir=tmp_path / "uncut")
     assert fingerprint(run) == fingerprint(uncut)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -55,3 +56,9 @@ def test_acts_at_its_count_in_the_life_and_role_it_is_meant_for() -> None:
     assert acts("place:raise@2:always", "actor-0", life=1) == [2]
     assert acts("place:raise@2,supervisor/place:raise@3", "supervisor", everyone=False) == [3]
     assert acts("elsewhere:raise@1", "actor-0") == []
+
+
+def test_a_slow_place_takes_its_time_and_goes_on() -> None:
+    began = time.monotonic()
+    assert acts("place:slow@2", "actor-0") == []
+    assert 0.5 <= time.monotonic() - began < 5

@@ -91,6 +91,7 @@ def test_an_owner_that_died_on_this_machine_loses_the_directory_at_once(silent_s
     Ownership.acquire(tmp_path, nobody).release()
 
 
+@pytest.mark.usefixtures("quick")
 def test_an_owner_on_another_machine_whose_lock_is_not_seen_is_believed_its_signs_of_life(tmp_path: Path) -> None:
     leave_record(tmp_path, "elsewhere", silent_s=7.0)
     sight = look(tmp_path)
@@ -109,7 +110,30 @@ def test_what_was_given_back_on_another_machine_is_free_at_once(tmp_path: Path) 
     Ownership.acquire(tmp_path, nobody).release()
 
 
-@pytest.mark.usefixtures("no_locks")
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("off_s", [-5 * 3600.0, 5 * 3600.0])
+def test_an_owner_whose_clock_is_hours_off_keeps_its_directory_as_long_as_it_gives_signs(
+    off_s: float, tmp_path: Path
+) -> None:
+    leave_record(tmp_path, "elsewhere", silent_s=-off_s)
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.01):
+            os.utime(tmp_path / LOCK, (time.time() + off_s,) * 2)
+
+    beats = threading.Thread(target=beat)
+    beats.start()
+    try:
+        with pytest.raises(ConfigError, match="in use by ann@elsewhere"):
+            Ownership.acquire(tmp_path, nobody)
+    finally:
+        over.set()
+        beats.join()
+    Ownership.acquire(tmp_path, nobody).release()  # a time that is yet to come keeps nobody out
+
+
+@pytest.mark.usefixtures("no_locks", "quick")
 def test_on_a_disk_without_locks_signs_of_life_decide(tmp_path: Path) -> None:
     own = Ownership.acquire(tmp_path, nobody)
     assert look(tmp_path).locked is None

@@ -113,12 +113,12 @@ class Monitor:
         """What was heard before the run went on."""
         self._moved = False
         """Whether anything happened since the last checkpoint."""
-        self._unsaved = False
-        """Whether the last checkpoint could not be written."""
+        self._unsaved_at: float | None = None
+        """Since when checkpoints cannot be written; None as long as they can."""
         self._late_told = False
         """Whether it was said that one had to wait for another that was being written."""
-        self._mute: set[int] = set()
-        """The numbers of the sinks that cannot write now."""
+        self._mute: dict[int, float] = {}
+        """The numbers of the sinks that cannot write now, and since when."""
         self._began = time.perf_counter()
 
     def listen(self) -> None:
@@ -209,7 +209,7 @@ class Monitor:
         config, env_steps = self.experiment.checkpoint, self.handles.env_steps.total()
         if env_steps >= self.experiment.env_steps:
             return False  # the one at the end follows
-        waits_s = min(config.every_s, _RETRY_S) if self._unsaved else config.every_s
+        waits_s = config.every_s if self._unsaved_at is None else min(config.every_s, _RETRY_S)
         if time.perf_counter() - self._checkpointed_at >= waits_s:
             return True
         return bool(env_steps // config.every > self._checkpointed)
@@ -337,13 +337,14 @@ class Monitor:
             self._saved(saving, path)
 
     def _not_written(self, error: Exception) -> None:
-        if not self._unsaved:
+        if self._unsaved_at is None:
+            self._unsaved_at = time.perf_counter()
             text = (
                 "a checkpoint could not be written: training goes on, the last good one stays, and it is tried"
                 f" again soon; see to it that the last one can be written: {error}"
             )
             self._noticed(Notice("monitor", 0, "unsaved", text))
-        self._unsaved, self._moved, self._checkpointed_at = True, True, time.perf_counter()
+        self._moved, self._checkpointed_at = True, time.perf_counter()
 
     def _save_last(self) -> None:
         """Have everything written that happened; an error if that is not possible."""
@@ -373,7 +374,12 @@ class Monitor:
 
     def _saved(self, saving: Saving, path: Path) -> None:
         """Tell of a checkpoint that was just made."""
-        self._unsaved = False
+        if self._unsaved_at is not None:
+            text = (
+                f"checkpoints can be written again, {time.perf_counter() - self._unsaved_at:.1f} s after they could not"
+            )
+            self._noticed(Notice("monitor", 0, "saved", text))
+            self._unsaved_at = None
         if self._best is self._saved_best:
             self._best = None
         event = {"event": "checkpoint", "env_steps": saving.env_steps, "path": path.name}
@@ -396,12 +402,15 @@ class Monitor:
                 raise
             except QfleetError as error:
                 if number not in self._mute:
-                    self._mute.add(number)
+                    self._mute[number] = time.perf_counter()
                     news.append(Notice("monitor", 0, "unwritten", f"training goes on, but {error}"))
             else:
                 if number in self._mute:
-                    self._mute.remove(number)
-                    text = "what could not be written can be again; lines that had waited for it are written now"
+                    seconds = time.perf_counter() - self._mute.pop(number)
+                    text = (
+                        f"what could not be written can be again, after {seconds:.1f} s; lines that had waited for it"
+                        " are written now"
+                    )
                     news.append(Notice("monitor", 0, "written", text))
         for notice in news:
             self._noticed(notice)

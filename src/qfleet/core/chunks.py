@@ -19,6 +19,8 @@ class Chunk:
     """The name of the file that holds the content; None if there is none yet."""
     dropped: bool = False
     """Whether the state that it belongs to will not be written any further."""
+    retake: Callable[[], None] | None = None
+    """Called when the state is taken and its file is gone: its content is kept again. None where it always can be."""
 
     @property
     def awaited(self) -> bool:

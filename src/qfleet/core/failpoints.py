@@ -2,7 +2,7 @@
 
 `QFLEET_FAIL=replay.before_commit:kill@3,actor-0/worker.step:hang@100` kills every role that passes
 `replay.before_commit` when it does so the third time, and hangs actor-0 in its hundredth step. `stop` lasts until
-somebody continues the process, and `full` is what a write meets on a full disk.
+somebody continues the process, `full` is what a write meets on a full disk, and `slow` takes half a second.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from qfleet.core.errors import ConfigError
 
 VARIABLE = "QFLEET_FAIL"
 _SYNTAX = re.compile(
-    r"(?:(?P<role>[\w-]+)/)?(?P<name>[\w.]+):(?P<action>kill|exit|raise|hang|stop|full)@(?P<count>[1-9]\d*)(?P<always>:always)?"
+    r"(?:(?P<role>[\w-]+)/)?(?P<name>[\w.]+):(?P<action>kill|exit|raise|hang|stop|full|slow)@(?P<count>[1-9]\d*)(?P<always>:always)?"
 )
 _EXIT_CODE = 70
+_SLOW_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def parse(text: str) -> list[Failpoint]:
         if match is None:
             raise ConfigError(
                 f"{VARIABLE}: '{part}' is not [ROLE/]NAME:ACTION@COUNT[:always], such as actor-0/worker.step:kill@3; "
-                "actions are kill, exit, raise, hang, stop and full, counts begin at 1"
+                "actions are kill, exit, raise, hang, stop, full and slow, counts begin at 1"
             )
         role, name, action, count, always = match.groups()
         found.append(Failpoint(role or "", name, action, int(count), always is not None))
@@ -96,6 +97,9 @@ def _act(point: Failpoint) -> None:
         os._exit(_EXIT_CODE)
     if point.action == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    if point.action == "slow":
+        time.sleep(_SLOW_S)
         return
     if point.action == "full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"failpoint {point.name}")

@@ -266,9 +266,21 @@ class Grid:
     def state_dict(self) -> State:
         """Return everything that the future depends on, on the CPU. Waits for the device."""
         used = min(int(self.ticks), self.length)
+        columns = {name: column[:used].to("cpu", copy=True) for name, column in self._columns().items()}
+        return {**self.positions_dict(), "columns": columns}
+
+    def load_state_dict(self, state: State) -> None:
+        """Continue from what `state_dict` of a grid with the same settings returned, in the tensors that are there."""
+        self.require_alike(state)
+        self.clear_rows()
+        for name, column in self._columns().items():
+            column[: len(state["columns"][name])].copy_(state["columns"][name])
+        self.load_positions(state)
+
+    def positions_dict(self) -> State:
+        """Return all but what is kept of each row, on the CPU. Waits for the device."""
         return {
             "layout": self._layout(),
-            "columns": {name: column[:used].to("cpu", copy=True) for name, column in self._columns().items()},
             "positions": self._positions.to("cpu", copy=True),
             "window": self._window.to("cpu", copy=True),
             "age": self._age.to("cpu", copy=True),
@@ -276,24 +288,56 @@ class Grid:
             "generator": self.generator.get_state(),
         }
 
-    def load_state_dict(self, state: State) -> None:
-        """Continue from what `state_dict` of a grid with the same settings returned, in the tensors that are there."""
-        if list(state["layout"]) != self._layout() or set(state["columns"]) != set(self._columns()):
-            raise CheckpointError(
-                f"the saved replay has length, environments, n_step, prioritised {list(state['layout'])} with columns "
-                f"{sorted(state['columns'])}; this run's has {self._layout()} with {sorted(self._columns())}: "
-                f"resume with the settings that the run began with"
-            )
-        for name, column in self._columns().items():
-            saved = state["columns"][name]
-            column[: len(saved)].copy_(saved)
-            column[len(saved) :].fill_(-1 if name == "stamp" else 0)
+    def load_positions(self, state: State) -> None:
+        """Continue from `positions_dict`; the rows are there already."""
         self._positions.copy_(state["positions"])
         self._window.copy_(state["window"])
         self._age.copy_(state["age"])
         if self.priorities:
             self.priorities.load_state_dict(state["priorities"])
         self.generator.set_state(state["generator"])
+
+    def require_alike(self, state: State) -> None:
+        """Raise CheckpointError unless a saved state is that of a grid with these settings."""
+        if list(state["layout"]) != self._layout() or set(state["columns"]) != set(self._columns()):
+            raise CheckpointError(
+                f"the saved replay has length, environments, n_step, prioritised {list(state['layout'])} with columns "
+                f"{sorted(state['columns'])}; this run's has {self._layout()} with {sorted(self._columns())}: "
+                f"resume with the settings that the run began with"
+            )
+
+    # ------------------------------------------------------------------ ticks, which are saved apart
+
+    @property
+    def tick_bytes(self) -> int:
+        """The bytes of all that is kept of one tick."""
+        return sum(column.element_size() * column[0].numel() for column in self._columns().values())
+
+    def kept(self, ticks: int) -> tuple[int, int]:
+        """Return the oldest tick that is there after so many, and the first one whose rows may still change."""
+        oldest = max(ticks - self.length, 0)
+        return oldest, max(ticks - self.n_step, oldest)
+
+    def read_ticks(self, first: int, end: int) -> dict[str, Tensor]:
+        """Return what is kept of the ticks from `first` to before `end`, on the CPU, by name. Waits for the device."""
+        columns = self._columns().items()
+        slot, count = first % self.length, end - first
+        if slot + count <= self.length:
+            return {name: column[slot : slot + count].to("cpu", copy=True) for name, column in columns}
+        around = slot + count - self.length
+        return {name: torch.cat((column[slot:], column[:around])).cpu() for name, column in columns}
+
+    def write_ticks(self, first: int, since: int, columns: dict[str, Tensor]) -> None:
+        """Take back what `read_ticks` returned of the ticks from `first` on, those from `since` on."""
+        for name, column in self._columns().items():
+            saved = torch.as_tensor(columns[name])[since - first :]
+            slots = torch.arange(since, since + len(saved), device=column.device) % self.length
+            column[slots] = saved.to(column.device)
+
+    def clear_rows(self) -> None:
+        """Have no ticks."""
+        for name, column in self._columns().items():
+            column.fill_(-1 if name == "stamp" else 0)
 
 
 def split_sample(sample: GridSample, count: int) -> list[GridSample]:

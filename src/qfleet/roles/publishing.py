@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from qfleet.algo.updates import Update
+from qfleet.core import history
 from qfleet.core.packed import PackedWeights
 from qfleet.core.protocols import Counter, Publisher, Sender
 from qfleet.core.role import Idle, State
@@ -62,6 +63,7 @@ class Publishing:
     def _send(self, weights: Weights) -> None:
         """Publish weights in the form that the run wants; a keyframe is there before what is measured from it."""
         self._publications += 1
+        history.note("published", weights.version.epoch, weights.version.number)
         if self._packer is None:
             self._shown.weights.publish(weights)
             self._bytes += weights.flat.nbytes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from qfleet.algo.flat import FlatParameters, checksum
+from qfleet.core import history
 from qfleet.core.errors import QfleetError
 from qfleet.core.packed import PackedWeights
 from qfleet.core.protocols import Subscriber
@@ -72,6 +73,7 @@ class WeightReader:
         else:
             raise QfleetError(f"weights {weights.version} arrived damaged: their checksum differs from the sender's")
         self.version = weights.version
+        history.note("taken", self.version.epoch, self.version.number)
 
     def state_dict(self) -> State:
         """Return the weights in use, and what the next ones may be added to."""

@@ -29,10 +29,10 @@ from qfleet.runtime import chunkfiles
 from qfleet.runtime.captured import Captured
 from qfleet.runtime.epochs import Epoch
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
-_READABLE = (1, 2)
-"""Format 1 had all of a role's state in its two files."""
+_READABLE = (1, 2, 3)
+"""Format 1 had all of a role's state in its two files, format 2 all of a fused loop's."""
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ def numbered(folder: Path, state: State, chunks: list[Chunk]) -> State:
     def number(value: Any) -> Any:
         if isinstance(value, Chunk):
             if value.name not in there:
+                if value.name is not None and value.retake is not None:
+                    value.retake()
                 value.name, value.dropped = None, False
             chunks.append(value)
             return {_MARK: len(chunks) - 1}

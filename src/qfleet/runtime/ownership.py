@@ -1,7 +1,8 @@
 """Who is using a run's directory: a lock that dies with its owner, a record that names them, and signs of life.
 
 On one machine the lock says for certain whether the owner lives. Some shared disks do not carry locks from machine to
-machine; there the signs of life decide, which are the modification time of the lock's file.
+machine; there the signs of life decide, which are the modification time of the lock's file. Clocks differ and jump, so
+that an old time, or one that is yet to come, proves no death: before a directory is taken it is watched for new signs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ BEAT_S = 1.0
 """Seconds between two signs of life, and between two looks for a request to end the run."""
 SILENT_S = 60.0
 """An owner on another machine, whose lock cannot be seen, is taken for dead when it was silent for so long."""
+_WATCHED_BEATS = 3
+"""So many signs of life must fail to come before a silent owner on another machine loses its directory."""
 _PATIENCE_S = 0.3
 """How long a lock is tried: whoever looks at a run holds it for a moment."""
 
@@ -64,12 +67,14 @@ class Sight:
     @property
     def alive(self) -> bool:
         """Whether somebody is using the directory, as far as that can be told from here."""
-        if self.locked:
-            return True
-        if self.owner is None or self.owner.until is not None:
+        return bool(self.locked) or (self.beyond_locks and abs(self.silent_s) < SILENT_S)
+
+    @property
+    def beyond_locks(self) -> bool:
+        """Whether there is an owner who has not given the directory back and whose lock could not be seen here."""
+        if self.locked or self.owner is None or self.owner.until is not None:
             return False
-        elsewhere = self.locked is None or self.owner.host != socket.gethostname()
-        return elsewhere and self.silent_s < SILENT_S
+        return self.locked is None or self.owner.host != socket.gethostname()
 
     @property
     def doubt(self) -> str:
@@ -156,7 +161,7 @@ class Ownership:
         except OSError as error:
             raise ConfigError(f"run directory {directory} cannot be written: {error.strerror}") from error
         sight = Sight(_read(descriptor), _taken(descriptor, fcntl.LOCK_EX), _silence(descriptor))
-        if sight.alive:
+        if sight.alive or (sight.beyond_locks and _stirs(directory)):
             os.close(descriptor)
             raise refusal(directory, sight)
         owner = Owner(_user(), socket.gethostname(), os.getpid(), time.time())
@@ -241,6 +246,25 @@ def _write(descriptor: int, owner: Owner) -> None:
     line = json.dumps(asdict(owner)).encode() + b"\n"
     os.pwrite(descriptor, line, 0)  # first, so that whoever reads meanwhile finds a whole line
     os.ftruncate(descriptor, len(line))
+
+
+def _stirs(directory: Path) -> bool:
+    """Watch for a sign of life, whatever its time says: the clock there, or the one here, may be hours wrong."""
+    until, before = time.monotonic() + _WATCHED_BEATS * BEAT_S, _last_sign(directory)
+    while time.monotonic() < until:
+        time.sleep(BEAT_S / 4)
+        if _last_sign(directory) != before:
+            return True
+    return False
+
+
+def _last_sign(directory: Path) -> int:
+    """Return the time of the last sign of life; opened anew, since a shared disk looks at its server only then."""
+    descriptor = os.open(directory / LOCK, os.O_RDONLY)
+    try:
+        return os.fstat(descriptor).st_mtime_ns
+    finally:
+        os.close(descriptor)
 
 
 def _silence(descriptor: int) -> float:

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, Unpack
 
-from qfleet.core import failpoints
+from qfleet.core import failpoints, history
 from qfleet.core.errors import ConfigError
 from qfleet.core.protocols import Machine, Report
 from qfleet.core.waiting import Waiter
@@ -138,6 +138,8 @@ class _Setup:
     """Where a crash writes what the process was doing."""
     faults: str = field(default_factory=failpoints.wanted)
     """Which failpoints are armed; a forkserver's environment is older."""
+    history: str = field(default_factory=history.wanted)
+    """Where it notes what it does."""
 
 
 class _Child:
@@ -272,6 +274,7 @@ def _child_main(setup: _Setup, control: Connection, supervisor: int) -> None:
         be_nice()
     note_last_words(setup.last_words)
     failpoints.arm(setup.faults, setup.name, setup.ports.life)
+    history.begin(setup.history, setup.name, setup.ports.life)
     lock = threading.Lock()
 
     def say(what: Answer | Report) -> None:

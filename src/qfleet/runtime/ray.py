@@ -16,7 +16,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from qfleet.core import failpoints
+from qfleet.core import failpoints, history
 from qfleet.core.errors import ConfigError, MissingExtra, RoleFailure
 from qfleet.core.protocols import Machine
 from qfleet.core.types import Notice
@@ -142,7 +142,7 @@ class RayPlacement(ComingsPlacement):
             count, behind = threads.get(node.kind, 1), node.kind in background
             last_words = folder / f"{node.name}.last_words"
             self._setups[node.name] = RoleSetup(
-                node.name, payloads[node.name], ports, count, behind, last_words, failpoints.wanted()
+                node.name, payloads[node.name], ports, count, behind, last_words, failpoints.wanted(), history.wanted()
             )
 
     def _lay_out(self, graph: Graph, others: list[Site]) -> dict[Site, Path]:

@@ -21,7 +21,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
-from qfleet.core import failpoints
+from qfleet.core import failpoints, history
 from qfleet.core.protocols import Report
 from qfleet.core.waiting import Waiter
 from qfleet.runtime.channels import Ports, edge_stem, lay_out
@@ -59,6 +59,7 @@ class RoleSetup:
     background: bool
     last_words: Path
     faults: str
+    history: str
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ class RoleActor:
         if setup.background:
             be_nice()
         failpoints.arm(setup.faults, setup.name, setup.ports.life)
+        history.begin(setup.history, setup.name, setup.ports.life)
         try:
             node = cloudpickle.loads(setup.payload)
         except Exception as error:

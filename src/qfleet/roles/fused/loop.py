@@ -146,6 +146,10 @@ class Loop(ABC):
         }
         return state if self.team is None else {**state, "joining": self.team.joining.state_dict()}
 
+    def whole_state(self) -> State:
+        """Return the same without chunks, for what has no files."""
+        return self.state_dict()
+
     def load_state_dict(self, state: State) -> None:
         """Continue."""
         if state["device"] != self.device.type:

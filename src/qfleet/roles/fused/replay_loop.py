@@ -17,6 +17,7 @@ from qfleet.core import seeding
 from qfleet.core.role import State
 from qfleet.core.tensors import TensorBatch
 from qfleet.replay.grid import GridSample, split_sample
+from qfleet.replay.grid_chunks import TickChunks
 from qfleet.replay.samplers import UniformConfig
 from qfleet.roles.fused.loop import Loop, Progress
 from qfleet.roles.fused.memory import require_memory
@@ -58,6 +59,7 @@ class ReplayLoop(Loop):
         if team is not None:  # ranks learn with the same noise, but draw by themselves
             drawing = seeding.torch_stream(setup.seed, "fused", setup.rank, "draw", device=self.device)
         self.grid = made_by(setup.spec, length, setup.envs, *window, setup.replay.sampler, self.device, drawing)
+        self._chunks = TickChunks(self.grid)
         self._drawn = BATCHES if isinstance(setup.replay.sampler, UniformConfig) else 1
         """Batches that may be drawn at once: what is learned from one changes the priorities for the next."""
         self._beta = torch.zeros((), device=self.device)
@@ -244,11 +246,18 @@ class ReplayLoop(Loop):
         return {**super().metrics(), **numbers, **replay}
 
     def state_dict(self) -> State:
-        """Return everything that the loop's future depends on."""
-        return {**super().state_dict(), "grid": self.grid.state_dict(), "counters": [self._ticks, self._tried]}
+        """Return everything that the loop's future depends on; the older ticks of its replay are chunks."""
+        return self._with(self._chunks.state_dict(), super().state_dict())
+
+    def whole_state(self) -> State:
+        """Return the same with all ticks."""
+        return self._with(self.grid.state_dict(), super().state_dict())
+
+    def _with(self, grid: State, state: State) -> State:
+        return {**state, "grid": grid, "counters": [self._ticks, self._tried]}
 
     def load_state_dict(self, state: State) -> None:
         """Continue."""
         super().load_state_dict(state)
-        self.grid.load_state_dict(state["grid"])
+        self._chunks.load_state_dict(state["grid"])
         self._ticks, self._tried = state["counters"]

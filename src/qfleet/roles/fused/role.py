@@ -89,7 +89,7 @@ class Fused(Role):
 
     def _commit(self, snapshots: Snapshots) -> None:
         """Make the present state outlive this process."""
-        snapshots.commit({"role": self.state_dict(), "batches": self._batches})
+        snapshots.commit({"role": self._state(self._loop.whole_state()), "batches": self._batches})
         snapshots.counts[:] = self._counts
 
     def _describe(self) -> None:
@@ -197,8 +197,11 @@ class Fused(Role):
 
     def state_dict(self) -> State:
         """Return the loop and how its evaluations stand."""
+        return self._state(self._loop.state_dict())
+
+    def _state(self, loop: State) -> State:
         counters = [self._due, self._skips, self._skipped, self._finished]
-        return {"loop": self._loop.state_dict(), "best": self._best, "counters": counters}
+        return {"loop": loop, "best": self._best, "counters": counters}
 
     def load_state_dict(self, state: State) -> None:
         """Continue; a longer budget goes on after the end."""

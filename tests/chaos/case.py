@@ -97,7 +97,7 @@ def broken(what: Case, folder: Path, breaker: Breaker) -> dict[str, Any]:
     assert steps == sorted(steps), "the count of environment steps went back"
     deaths = [event for event in events if event["event"] == "restart"]
     assert lives(deaths) >= len(breaker.killed) - unseen(breaker, run, events), "a death is not in the event log"
-    shards = [stored(run, folder / "run", index) for index in range(run.replay.shards)]
+    shards = [stored(run, folder / "run", index) for index in range(run.replay_parts)]
     sound(shards)
     evicting, ticks = run.replay.capacity < run.env_steps, run.actor.unroll * run.actor.groups
     history = check(shards, journals(folder / "journal"), evicting, unsent=1 if ticks == 1 else ticks + 1)

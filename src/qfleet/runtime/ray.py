@@ -50,9 +50,10 @@ class RayPlacement(ComingsPlacement):
     Kinds in `anywhere` may be on any node of the cluster, all others are on this one. Where nodes besides this one are
     used, `rehearsal` must succeed there first, and their object stores must hold `in_flight` bytes. `threads` gives the
     threads of torch and OpenMP by kind, one where not given; kinds in `background` leave a core to any other. Roles in
-    `away` are not begun yet. Those of kinds in `expendable` may be lost with their node: the run goes on without them.
-    Roles in `on_gpus` get a GPU, or a part of one; those of kinds in `anywhere` are only where there are `needs`. The
-    autoscaler of a cluster that was joined is asked for room for `wanted` of them, besides the others.
+    `away` are not begun yet, those of kinds in `shared` are in so many processes. Those of kinds in `expendable` may be
+    lost with their node: the run goes on without them. Roles in `on_gpus` get a GPU, or a part of one; those of kinds
+    in `anywhere` are only where there are `needs`. The autoscaler of a cluster that was joined is asked for room for
+    `wanted` of them, besides the others.
     """
 
     name = "ray"
@@ -67,14 +68,15 @@ class RayPlacement(ComingsPlacement):
         rehearsal: Callable[[], Any] | None = None,
         in_flight: float = 0.0,
         away: Collection[str] = (),
+        shared: Mapping[str, int] | None = None,
         expendable: Collection[str] = (),
         on_gpus: Collection[str] = (),
         needs: Mapping[str, float] | None = None,
         wanted: int = 0,
         **revival: Unpack[Revival],
     ) -> None:
-        super().__init__(graph, away, **revival)
-        payloads = {node.name: _payload(node) for node in graph.nodes}
+        super().__init__(graph, away, shared, **revival)
+        self._payloads = {node.name: _payload(node) for node in graph.nodes}
         self._graph, self._expendable, self._needs = graph, set(expendable), needs or {}
         self._owns_ray = ray_cluster.connect(address)
         self._folder = RunFolder()
@@ -89,7 +91,7 @@ class RayPlacement(ComingsPlacement):
                 self._ask_for(wanted, sum(node.kind not in anywhere for node in graph.nodes))
             nodes = ray_cluster.sites()
             self._grounds = _Grounds(rehearsal, in_flight)
-            self._homes = _settle_down(graph, anywhere, nodes, self._away, self._needs)
+            self._homes = _settle_down(graph, anywhere, nodes, {*self._away, *self._guests}, self._needs)
             self._here, *others = dict.fromkeys([nodes[0], *self._homes.values()])
             self._grounds.require(others)
             self._warn_of_crowd(ray.cluster_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]
@@ -97,7 +99,7 @@ class RayPlacement(ComingsPlacement):
             gpus = ray_cluster.gpu_shares({name: home for name, home in homes.items() if name in on_gpus})
             roaming = {node.name: self._needs for node in graph.nodes if node.kind in anywhere}
             self._hands.hire(homes, ray_cluster.cpu_shares(homes.values()), gpus, roaming)
-            self._set_up(self._lay_out(graph, others), payloads, threads or {}, background)
+            self._set_up(self._lay_out(graph, others), threads or {}, background)
             self._mark_away()
             self._lives |= {name: self._begin(name) for name in homes}
             self._await("built")
@@ -117,7 +119,6 @@ class RayPlacement(ComingsPlacement):
     def _set_up(
         self,
         folders: Mapping[Site, Path],
-        payloads: Mapping[str, bytes],
         threads: Mapping[str, int],
         background: Collection[str],
     ) -> None:
@@ -127,9 +128,7 @@ class RayPlacement(ComingsPlacement):
             ports = self._ports[node.name] = Ports(folder)
             count, behind = threads.get(node.kind, 1), node.kind in background
             last_words = folder / f"{node.name}.last_words"
-            self._setups[node.name] = RoleSetup(
-                node.name, payloads[node.name], ports, count, behind, last_words, failpoints.wanted()
-            )
+            self._setups[node.name] = RoleSetup(node.name, (), ports, count, behind, last_words, failpoints.wanted())
 
     def _lay_out(self, graph: Graph, others: list[Site]) -> dict[Site, Path]:
         """Make all edges; returns where those of each node are."""
@@ -165,7 +164,9 @@ class RayPlacement(ComingsPlacement):
 
     def _begin(self, name: str) -> ActorLife:
         home = self._homes[name]
-        return ActorLife(self._hands.take(name, home), self._setups[name], lambda pid: self._kill(home, pid))
+        payloads = tuple(self._payloads[node.name] for node in self._housed(name))
+        setup = dataclasses.replace(self._setups[name], payloads=payloads)
+        return ActorLife(self._hands.take(name, home), setup, lambda pid: self._kill(home, pid))
 
     def _kill(self, home: Site, pid: int) -> None:
         """End a process of a node; with a node that is lost it is dead."""

@@ -119,7 +119,7 @@ class Growing:
     def _sight(self, now: float, env_steps: int, reports: Sequence[Report]) -> Sight:
         machines = self._placement.machines()
         shards = len(self._placement.present(ReplayShard.kind))
-        others = [one for one in reports if one.kind != Actor.kind and not _in_another(one, shards)]
+        others = [one for one in reports if one.kind != Actor.kind and one.host is None]
         homes = [self._placement.home(f"{report.kind}-{report.index}") for report in others]
         actors = [self._placement.home(f"actor-{index}") for index in self._placement.present(Actor.kind)]
         nodes = [
@@ -179,11 +179,6 @@ class Growing:
         coming = self._placement.absent(Actor.kind)[: change.after - change.before]
         came = self._placement.come(Actor.kind, coming, change.node)
         return change.before + len(coming) * came
-
-
-def _in_another(report: Report, shards: int) -> bool:
-    """Return whether a report is of a part of the replay that is no shard of its own."""
-    return report.kind == ReplayShard.kind and report.index >= shards
 
 
 def _event(change: Change, node: str, after: int, seconds: float) -> Event:

@@ -125,6 +125,8 @@ class Report:
     """Why the role is idle now; empty when it works."""
     step_s: float = 0.0
     """Seconds that its present step has taken so far; 0 between two steps."""
+    host: int | None = None
+    """Which role of its kind's process it is in; None for its own."""
 
 
 @dataclass(frozen=True)

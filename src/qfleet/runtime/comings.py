@@ -114,12 +114,14 @@ class ComingsPlacement(RevivingPlacement):
     def share(self, kind: str, size: int) -> bool:
         """Have the roles of a kind in `size` processes from their next step on; what they keep goes with them.
 
-        Their processes end between two steps as by a death, and others begin, while all roles stand still. Returns
+        Their processes end between two steps, as by a death, and others begin; only they stand still meanwhile. Returns
         False if that cannot be done now.
         """
-        self.pause()
         members = self._members(kind)
+        if self._running:
+            self._ask("pause", members)
         if any(member.died_at is not None or member.done for member in members):
+            self._let_run(members)
             return False
         kill_all([self._lives.pop(member.name) for member in members])
         all_of_them = [*members, *(guest for guest in self._guests.values() if guest.report.kind == kind)]
@@ -133,8 +135,14 @@ class ComingsPlacement(RevivingPlacement):
             elif member in self.crew:
                 self.crew.remove(member)
                 self._guests[member.name] = member
+        self._let_run(self._members(kind))
         self._await("built", self._members(kind))
         return True
+
+    def _let_run(self, members: Sequence[Member]) -> None:
+        """Let roles go on, if the others do."""
+        for member in members if self._running else ():
+            self._tell(member, "run", "")
 
     def _host_of(self, name: str) -> str:
         """Return the name of the role whose process a role is in: usually its own."""
@@ -181,8 +189,7 @@ class ComingsPlacement(RevivingPlacement):
             ports.life = max(ports.life, self._former_lives) + 1
         member.life += member.built
         self._enter(member)
-        if self._running:
-            self._tell(member, "run", "")
+        self._let_run([member])
 
     def _enter(self, member: Member) -> None:
         """Begin a life of a role that was not there, or was ended on purpose."""

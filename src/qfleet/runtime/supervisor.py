@@ -57,7 +57,7 @@ class Member:
 
     def hear(self, report: Report) -> None:
         """Take in a report of one of these."""
-        if report.index == self.report.index:
+        if report.host is None:
             self.report = report
         else:
             self.guests[report.index] = report

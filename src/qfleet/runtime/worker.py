@@ -161,7 +161,8 @@ class Worker:
             self._phase = (phase, time.monotonic())
         # What a former phase of the same step took must not be held against this one.
         step_s = time.monotonic() - max(since, self._phase[1])
-        return [replace(report, phase=phase, step_s=step_s) for report in self._reports]
+        own, *guests = [replace(report, phase=phase, step_s=step_s) for report in self._reports]
+        return [own, *(replace(guest, host=own.index) for guest in guests)]
 
     def _occupation(self) -> tuple[str, float]:
         """Return the phase, and since when the worker is in one piece of work; now if it waits."""
@@ -258,7 +259,7 @@ class Worker:
             self._reports = [one.report() for one in host.hosted]
         if host.done and not self._told_done:
             self._told_done = True
-            for report in self._reports:
+            for report in self.reports():
                 self._answer(report)
             self._answer(Answer("done"))
 

@@ -221,6 +221,11 @@ class RayPlacement(ComingsPlacement):
             return False
         return self._house([f"{kind}-{index}" for index in indices], site) and super().come(kind, indices, machine)
 
+    def share(self, kind: str, size: int) -> bool:
+        """Have the roles of a kind in so many processes; returns False until there are actors for them."""
+        names = [f"{kind}-{index}" for index in range(size)]
+        return self._hands.prepared(names, self._here) and super().share(kind, size)
+
     def _house(self, names: Sequence[str], site: Site) -> bool:
         """Make the edges of roles on a node where they are to be; returns False if it is lost meanwhile."""
         folder = self._folder.path

@@ -157,7 +157,7 @@ class Experiment(Config):
         sequences = 2 * (memory.burn_in + memory.length + 1) * self.seats * self.actor.envs if memory else 0
         return [
             *self.elastic.contradictions(
-                self.actors, self.all_actors, self.learners, learner.batch_size, self.scalable, self.regroupable
+                self.actors, self.all_actors, self.learners, shards, learner.batch_size, self.scalable, self.regroupable
             ),
             *self.parallel.contradictions(self.learners, learner.batch_size, replaying and not memory),
             (self.agent.kind == "tabular" and self.network.kind != "tabular",
@@ -207,9 +207,9 @@ class Experiment(Config):
              f"replay.shards {shards} needs agent.kind 'replay'; '{self.agent.kind}' has no replay"),
             (shards > self.actors,
              f"replay.shards {shards} exceeds actors {self.actors}: some would have no work"),
-            (shards > 1 and self.normalise_rewards,
-             f"normalise_rewards needs one replay shard, not {shards}: shards would see other statistics; use"
-             " env.reward_scale"),
+            (self.replay_parts > 1 and self.normalise_rewards,
+             f"normalise_rewards needs one replay shard, not {self.replay_parts}: shards would see other statistics;"
+             " use env.reward_scale"),
             (self.strict and self.placement != "inline",
              f"strict is for placement 'inline': '{self.placement}' sends every message through the serialiser anyway"),
             (self.address is not None and self.placement != "ray",
@@ -358,6 +358,11 @@ class Experiment(Config):
         return max(self.ranks, self.elastic.max_learners)
 
     @property
+    def replay_parts(self) -> int:
+        """Replays of their own that make up the run's: as many as there may be shards, which have them among them."""
+        return max(self.replay.shards, self.elastic.max_shards)
+
+    @property
     def why_not_fused(self) -> str:
         """What keeps this run from being one loop on one device, or several that learn as one; empty if nothing."""
         several, envs, batch = self.learners, self.actor.envs, self.learner.batch_size
@@ -369,8 +374,9 @@ class Experiment(Config):
             f"needs placement 'processes' or 'inline' for learners {several}, not 'ray'": self.placement == "ray",
             f"has one loop for each learner that also acts: actors {self.actors} is for a pipeline": self.actors > 1,
             "has no parameter servers": self.serving is not None,
-            "has a fixed number of loops: elastic.max_actors and elastic.max_learners are for a pipeline":
-                max(self.elastic.max_actors - self.actors, self.elastic.max_learners - several) > 0,
+            "has a fixed number of loops: elastic.max_actors, max_learners and max_shards are for a pipeline":
+                max(self.elastic.max_actors - self.actors, self.elastic.max_learners - several) > 0
+                or self.elastic.max_shards > 1,
             "has whole networks, which parallel.tensor, parallel.pipeline and parallel.update.kind 'sharded' divide":
                 self.parallel.in_pieces,
             "keeps all of its loops: parallel.after_death 'fewer' is for a pipeline":

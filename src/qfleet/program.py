@@ -262,11 +262,11 @@ def _add_inference(graph: Graph, experiment: Experiment, spec: EnvSpec, code: Us
 def _add_replay(
     graph: Graph, experiment: Experiment, spec: EnvSpec, directory: Path, experience: tuple[Receiver[Any], ...]
 ) -> list[Feed]:
-    """Add the replay shards between the actors and the learner ranks; returns a feed for each rank."""
-    shards = experiment.replay.shards
+    """Add the parts of the replay between the actors and the learner ranks; returns a feed for each rank."""
+    count = experiment.replay_parts
     parts = [
-        _add_shard(graph, experiment, shard_setup(experiment, spec, directory, shard), experience[shard::shards])
-        for shard in range(shards)
+        _add_shard(graph, experiment, shard_setup(experiment, spec, directory, part), experience[part::count])
+        for part in range(count)
     ]
     return [
         Feed(
@@ -280,8 +280,8 @@ def _add_replay(
 def _add_shard(
     graph: Graph, experiment: Experiment, setup: ShardSetup, experience: tuple[Receiver[Any], ...]
 ) -> list[Feed]:
-    """Add one replay shard; returns its part of the feed of each rank."""
-    several = experiment.replay.shards > 1
+    """Add one replay shard, or what one may be; returns its part of the feed of each rank."""
+    several = experiment.replay_parts > 1
     ahead, prioritised = prefetch(experiment), experiment.replay.sampler.kind == "prioritised"
     names = [f"{setup.index}-{rank}" if several else f"{rank}" for rank in range(experiment.rank_seats)]
     drawn = [graph.stream(f"batches-{name}", ahead, views=True, setting="learner.batch_size") for name in names]
@@ -299,7 +299,7 @@ def _add_shard(
         inserts=graph.counter("inserts"),
         samples=graph.counter("samples"),
         standing=graph.publisher(f"standing-{setup.index}") if several else None,
-        others=_others(graph, setup.index, experiment.replay.shards) if several else (),
+        others=_others(graph, setup.index, experiment.replay_parts) if several else (),
         keep=graph.keep(f"replay-{setup.index}", setting="replay.capacity"),
     )
     graph.add(ReplayShard, setup, handles)
@@ -396,11 +396,16 @@ def absent(experiment: Experiment, actors: Collection[int], learners: int) -> li
 
 
 def place(
-    program: Program, experiment: Experiment, in_flight: float = 0.0, away: Collection[str] | None = None
+    program: Program,
+    experiment: Experiment,
+    in_flight: float = 0.0,
+    away: Collection[str] | None = None,
+    shards: int = 0,
 ) -> Placement:
     """Bring a program to life where the experiment says; so many bytes may be on their way between machines.
 
-    `away` names the roles that are not begun; by default those beyond the numbers that the experiment begins with.
+    `away` names the roles that are not begun, `shards` is in how many processes the parts of the replay are; by default
+    these are the numbers that the experiment begins with.
     """
     if away is None:
         away = absent(experiment, range(experiment.all_actors), experiment.ranks)
@@ -419,11 +424,14 @@ def place(
         lockstep=experiment.lockstep,
     )
     behind = (Actor.kind,)  # they take what cores there are; all others wait for each other
+    shared = {ReplayShard.kind: shards or experiment.replay.shards}
     if experiment.placement == "processes":
         from qfleet.runtime.processes import ProcessPlacement
 
         spawned = _spawned(experiment)
-        return ProcessPlacement(program.graph, spawn=spawned, threads=threads, background=behind, away=away, **revival)
+        return ProcessPlacement(
+            program.graph, spawn=spawned, threads=threads, background=behind, away=away, shared=shared, **revival
+        )
     from qfleet.runtime.ray import RayPlacement
 
     return RayPlacement(
@@ -435,6 +443,7 @@ def place(
         rehearsal=program.rehearsal,
         in_flight=in_flight,
         away=away,
+        shared=shared,
         expendable=(Actor.kind,) if experiment.scalable else (),
         on_gpus=[node.name for node in program.graph.nodes if _on_gpu(node)],
         needs=experiment.actor_resources,

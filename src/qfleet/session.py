@@ -152,8 +152,8 @@ class Session:
             self._opened = [whole.enter_context(_closing(sink)) for sink in [*self._own_sinks(), *self.sinks]]
         with ExitStack() as stack:
             with heard_by(self._tell):
-                away = self._away(restore)
-                placement = place(program, self.experiment, crossing_bytes(self.experiment, spec, self.code), away)
+                in_flight = crossing_bytes(self.experiment, spec, self.code)
+                placement = place(program, self.experiment, in_flight, *self._absent(restore))
             stack.push(self._end_saving)  # after that, which ends the roles that write
             stack.callback(placement.close)
             stack.callback(self._interrupts.ignore)  # before that: closing must not be cut short
@@ -186,12 +186,13 @@ class Session:
             monitor.announce(end | ({"by": self.run.ended_by} if reason == "interrupt" and self.run.ended_by else {}))
         return summary
 
-    def _away(self, restore: checkpoint.Found | None) -> list[str] | None:
-        """Return the roles that were not there when the run was saved; None for those of a new run."""
+    def _absent(self, restore: checkpoint.Found | None) -> tuple[list[str] | None, int]:
+        """Return the roles that were not there when the run was saved, and how many shards were; None and 0 for a new
+        run."""
         saved = {} if restore is None else restore.manifest.get("standing", {})
         if not self.experiment.scalable or not saved.get("actors"):  # nor do older checkpoints say it
-            return None
-        return absent(self.experiment, saved["actors"], saved["learners"])
+            return None, 0
+        return absent(self.experiment, saved["actors"], saved["learners"]), saved.get("shards", 0)
 
     def _train(self, monitor: Monitor) -> StopReason:
         """Let the run go on until something ends it; note how far it was where a death makes it fall back."""

@@ -90,9 +90,9 @@ def inference_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index
 
 def shard_setup(experiment: Experiment, spec: EnvSpec, directory: Path, index: int = 0) -> ShardSetup:
     """Return what replay shard `index` is built from."""
-    agent, shards = experiment.agent, experiment.replay.shards
+    agent, parts = experiment.agent, experiment.replay_parts
     assert isinstance(agent, ReplayAgent)
-    actors = len(range(index, experiment.seats, shards))
+    actors = len(range(index, experiment.seats, parts))
     return ShardSetup(
         replay=experiment.replay,
         spec=spec,
@@ -110,8 +110,8 @@ def shard_setup(experiment: Experiment, spec: EnvSpec, directory: Path, index: i
         beta=_beta(experiment),
         seed=experiment.seed,
         index=index,
-        directory=directory / ("replay" if shards == 1 else f"replay-{index}"),
-        look_again_s=LOOK_AGAIN_S if shards > 1 and not experiment.in_turns else None,
+        directory=directory / ("replay" if parts == 1 else f"replay-{index}"),
+        look_again_s=LOOK_AGAIN_S if parts > 1 and not experiment.in_turns else None,
         sequence=_sequence(agent),
         extras=_extras(agent),
         mirrored=mirrored(experiment, spec),
@@ -135,8 +135,8 @@ def _why_not_mirrored(experiment: Experiment, spec: EnvSpec, device: str) -> str
         return "the learner sees the shard's memory in placement 'processes' only"
     if isinstance(experiment.agent, ReplayAgent) and experiment.agent.memory is not None:
         return "agents with memory learn from sequences, which are not gathered on the device"
-    if replay.shards > 1 or experiment.rank_seats > 1 or experiment.serving is not None:
-        return "it is for one shard and one learner: set replay.shards and learners to 1"
+    if experiment.replay_parts > 1 or experiment.rank_seats > 1 or experiment.serving is not None:
+        return "it is for one shard and one learner: set replay.shards and learners to 1, and leave elastic.max_* at 0"
     if replay.storage.kind != "ram":
         return f"the rows are stored as '{replay.storage.kind}': set replay.storage.kind to 'ram'"
     message = experiment.actor.envs * experiment.actor.unroll * experiment.actor.groups
@@ -193,7 +193,7 @@ def learner_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, group: 
         parallel=parallel,
         whole=whole,
         ahead=not experiment.in_turns,
-        shards=experiment.replay.shards if isinstance(experiment.agent, ReplayAgent) else 1,
+        shards=experiment.replay_parts if isinstance(experiment.agent, ReplayAgent) else 1,
         max_decay=_max_decay(experiment),
     )
 

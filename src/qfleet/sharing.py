@@ -64,7 +64,7 @@ def shared_bytes(experiment: Experiment, spec: EnvSpec, code: UserCode) -> dict[
     steps = 2 if shard.sequence is None else shard.sequence.length + 1
     row = row_bytes(experiment.replay.storage, spec, shard.sequence is not None, shard.extras)
     drawn = experiment.learner.batch_size * experiment.learner.updates_per_draw
-    batches = experiment.replay.shards * slots * drawn * experiment.parallel.split
+    batches = experiment.replay_parts * slots * drawn * experiment.parallel.split
     return {
         "replay.capacity": experiment.replay.capacity * row,
         "learner.batch_size": batches * steps * stacks,

@@ -115,7 +115,7 @@ def broken(what: Case, folder: Path, breaker: Breaker) -> dict[str, Any]:
     deaths = [event for event in events if event["event"] == "restart"]
     assert lives(deaths) >= len(breaker.killed) - unseen(breaker, run, ending), "a death is not in the event log"
     faults = breaker.jumps or check_told(what, events)
-    shards = [stored(run, folder / "run", index) for index in range(run.replay.shards)]
+    shards = [stored(run, folder / "run", index) for index in range(run.replay_parts)]
     sound(shards)
     evicting, ticks = run.replay.capacity < run.env_steps, run.actor.unroll * run.actor.groups
     unsent, lost = 1 if ticks == 1 else ticks + 1, what.faults == PARTED

@@ -11,7 +11,12 @@ from started_runs import PROCESSES, Started, lives, training
 from qfleet.presets import preset
 from qfleet.runtime.ownership import Ownership
 
-ROOM = {"elastic.max-actors": "3", "elastic.max-learners": "2", "network.input.normalize": "False"}
+ROOM = {
+    "elastic.max-actors": "3",
+    "elastic.max-learners": "2",
+    "elastic.max-shards": "2",
+    "network.input.normalize": "False",
+}
 
 
 def leave_config(run: Path, **changes: object) -> None:
@@ -22,7 +27,8 @@ def leave_config(run: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "--actors N or --learners N"),
+        ([], "--actors N, --learners N or --shards N"),
+        (["--shards", "0"], "'shards' = 0"),
         (["--actors", "0"], "'actors' = 0"),
         (["--actors", "two"], "'--actors' = "),
         (["--learners", "2"], "is not running (dead)"),
@@ -66,20 +72,24 @@ def test_a_run_grows_and_shrinks_from_outside(tmp_path: Path, capsys: pytest.Cap
     def living() -> set[str]:
         run.look()
         names = {process.name() for process in run.family.values() if lives(process)}
-        return {name for name in names if name.startswith(("actor-", "learner-"))}
+        return {name for name in names if name.startswith(("actor-", "learner-", "replay-"))}
 
     try:
         run.wait_for(training, 1.0)
-        assert living() == {"actor-0", "actor-1", "learner-0"}
-        grown = command(capsys, "scale", str(run.run), "--actors", "3", "--learners", "2")
-        assert (grown.code, grown.out) == (0, f"{run.run} has 3 actors, 2 learners\n")
-        run.wait_for(lambda path: living() == {"actor-0", "actor-1", "actor-2", "learner-0", "learner-1"})
+        assert living() == {"actor-0", "actor-1", "learner-0", "replay-0"}
+        grown = command(capsys, "scale", str(run.run), "--actors", "3", "--learners", "2", "--shards", "2")
+        assert (grown.code, grown.out) == (0, f"{run.run} has 3 actors, 2 learners, 2 shards\n")
+        everybody = {"actor-0", "actor-1", "actor-2", "learner-0", "learner-1", "replay-0", "replay-1"}
+        run.wait_for(lambda path: living() == everybody)
         refused = command(capsys, "scale", str(run.run), "--actors", "4")
         assert refused.code == 2
         assert "--elastic.max_actors 4" in refused.err
-        shrunk = command(capsys, "scale", str(run.run), "--actors", "1", "--learners", "1")
-        assert (shrunk.code, shrunk.out) == (0, f"{run.run} has 1 actors, 1 learners\n")
-        run.wait_for(lambda path: living() == {"actor-0", "learner-0"})
+        refused = command(capsys, "scale", str(run.run), "--shards", "3")
+        assert refused.code == 2
+        assert "--elastic.max_shards 3" in refused.err
+        shrunk = command(capsys, "scale", str(run.run), "--actors", "1", "--learners", "1", "--shards", "1")
+        assert (shrunk.code, shrunk.out) == (0, f"{run.run} has 1 actors, 1 learners, 1 shards\n")
+        run.wait_for(lambda path: living() == {"actor-0", "learner-0", "replay-0"})
         assert "elastic" in command(capsys, "logs", str(run.run)).out
         assert command(capsys, "stop", str(run.run)).code == 0
         assert run.end() == 130

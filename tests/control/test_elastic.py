@@ -14,7 +14,7 @@ SETTLE_S = 30.0
 
 
 def policy(wanted: int = 2, most: int = 16, least: int = 1, learners: int = 1, automatic: bool = True) -> Elastic:
-    return Elastic(Limits(least, most, 1, 4, SETTLE_S, automatic), wanted, learners)
+    return Elastic(Limits(least, most, 1, 4, SETTLE_S, automatic, max_shards=3), wanted, learners)
 
 
 def node(name: str, actors: int, cores: float = 4.0, others: int = 0, draining: str = "") -> NodeSight:
@@ -169,6 +169,52 @@ def test_a_wish_beyond_the_room_is_refused_with_the_setting() -> None:
     assert "--elastic.max_actors 5" in elastic.refusal(Wish("ann", actors=5))
     assert "room for 1 to 4" in elastic.refusal(Wish("ann", actors=0))
     assert "--elastic.max_learners 9" in elastic.refusal(Wish("ann", learners=9))
+
+
+def shards_of(changes: list[Change]) -> list[tuple[int, int, str]]:
+    return [(change.before, change.after, change.reason) for change in changes if change.role == "shard"]
+
+
+def congested(at: float, shards: int, why: str = "shards are slow", saturated: bool = True) -> Sight:
+    return dataclasses.replace(sight(at, node("here", 2), saturated=saturated), shards=shards, congested=why)
+
+
+def test_one_more_shard_where_they_hold_up_the_others_for_long_up_to_the_limit() -> None:
+    elastic = policy()
+    assert elastic.decide(congested(0.0, 1)) == []
+    assert elastic.decide(congested(20.0, 1, why="")) == [], "it did not last"
+    assert elastic.decide(congested(25.0, 1)) == []
+    assert elastic.decide(congested(54.0, 1)) == []
+    for at in (55.0, 56.0):
+        assert shards_of(elastic.decide(congested(at, 1))) == [(1, 2, "shards are slow")], "until it is done"
+    assert elastic.decide(congested(60.0, 2)) == []
+    assert shards_of(elastic.decide(congested(90.0, 2))) == [(2, 3, "shards are slow")]
+    assert [elastic.decide(congested(at, 3)) for at in (100.0, 1000.0)] == [[], []]
+
+
+def test_shards_are_not_added_by_themselves_when_a_person_asked_for_a_number_or_nothing_is_automatic() -> None:
+    elastic = policy()
+    elastic.take(Wish("ann@desk", shards=2))
+    assert shards_of(elastic.decide(congested(0.0, 1))) == [(1, 2, "asked for by ann@desk")]
+    assert [elastic.decide(congested(at, 2)) for at in (1.0, 100.0, 1000.0)] == [[], [], []]
+    elastic.take(Wish("ann@desk", shards=1))
+    assert shards_of(elastic.decide(congested(1001.0, 2))) == [(2, 1, "asked for by ann@desk")]
+    alone = policy(automatic=False)
+    assert [alone.decide(congested(at, 1)) for at in (0.0, 100.0)] == [[], []]
+
+
+def test_a_shard_and_an_actor_are_not_added_at_the_same_time() -> None:
+    elastic = policy(wanted=2, most=8)
+    both = [dataclasses.replace(congested(at, 1, saturated=False), short="too few") for at in (0.0, 40.0)]
+    elastic.decide(both[0])
+    assert [change.role for change in elastic.decide(both[1])] == ["shard"]
+
+
+def test_shards_beyond_the_parts_of_the_replay_are_refused_with_the_setting() -> None:
+    elastic = policy()
+    assert "--elastic.max_shards 4" in elastic.refusal(Wish("ann", shards=4))
+    assert "room for 1 to 3" in elastic.refusal(Wish("ann", shards=0))
+    assert elastic.refusal(Wish("ann", shards=3)) == ""
 
 
 nodes = st.lists(

@@ -7,16 +7,23 @@ from typing import Any
 
 import pytest
 
+from qfleet.control import levers
 from qfleet.control.growing import Growing
-from qfleet.core.protocols import Machine, Scalable
+from qfleet.control.levers import Situation
+from qfleet.control.sights import Span, look
+from qfleet.core.protocols import Machine, Report, Scalable
+from qfleet.core.types import Orders
 from qfleet.experiment import Experiment, with_changes
 from qfleet.presets import preset
+from qfleet.roles.actor import NO_ROOM
+from qfleet.roles.learner import NO_BATCH
 
 
 class Fake:
-    """A placement with six seats for actors and three for learners, on two machines."""
+    """A placement with six seats for actors and three for learners, on two machines; two parts of a replay."""
 
     def __init__(self, actors: int = 2, learners: int = 1) -> None:
+        self.shards = 1
         self.homes = {index: "here" if index < actors else "" for index in range(6)}
         self.learners, self.willing = learners, True
         self.leaving: list[int] = []
@@ -32,6 +39,8 @@ class Fake:
     def present(self, kind: str) -> list[int]:
         if kind == "learner":
             return list(range(self.learners))
+        if kind == "replay":
+            return list(range(self.shards))
         return [index for index, home in self.homes.items() if home and index not in self.leaving]
 
     def absent(self, kind: str) -> list[int]:
@@ -44,13 +53,23 @@ class Fake:
     def go(self, kind: str, indices: Sequence[int]) -> None:
         self.leaving += indices
 
+    def share(self, kind: str, size: int) -> bool:
+        self.shards = size if self.willing else self.shards
+        return self.willing
+
     def regroup(self, kind: str, size: int, rest: str) -> bool:
         self.learners = size if self.willing else self.learners
         return self.willing
 
 
 def experiment(**changes: Any) -> Experiment:
-    room = {"placement": "processes", "actors": 2, "elastic.max_actors": 6, "elastic.max_learners": 3}
+    room = {
+        "placement": "processes",
+        "actors": 2,
+        "elastic.max_actors": 6,
+        "elastic.max_learners": 3,
+        "elastic.max_shards": 2,
+    }
     return with_changes(preset("mountaincar"), {**room, "network.input.normalize": False, **changes})
 
 
@@ -76,9 +95,9 @@ def test_what_is_asked_for_is_done_and_answered(growing: Growing, placement: Fak
     events = growing.look(0.1, 0, [])
     assert sorted(told(events)) == [("actors", 2, 3), ("learners", 1, 2)]
     assert events[-1] == {
-        "event": "scaled", "request": "7", "by": "ann@desk", "applied": True, "text": "3 actors, 2 learners",
+        "event": "scaled", "request": "7", "by": "ann@desk", "applied": True, "text": "3 actors, 2 learners, 1 shards",
     }  # fmt: skip
-    assert growing.presence() == ([0, 1, 2], 2)
+    assert growing.presence() == ([0, 1, 2], 2, 1)
     growing.ask({"id": "8", "by": "ann@desk", "actors": 1, "learners": None})
     assert told(growing.look(0.2, 0, [])) == [("actors", 3, 1)]
     assert placement.leaving == [1, 2], "the last ones"
@@ -100,11 +119,11 @@ def test_a_seat_whose_role_is_still_leaving_is_not_given_away(growing: Growing, 
     assert len(placement.present("actor")) == 5
     assert not [event for event in events if event["event"] == "scaled"]
     placement.leaving, placement.homes[1] = [], ""
-    assert growing.look(0.3, 0, [])[-1]["text"] == "6 actors, 1 learners"
+    assert growing.look(0.3, 0, [])[-1]["text"] == "6 actors, 1 learners, 1 shards"
 
 
 def test_refusals_say_which_setting_makes_room(growing: Growing) -> None:
-    for number, wish in enumerate(({"actors": 7}, {"learners": 4}, {"actors": 0})):
+    for number, wish in enumerate(({"actors": 7}, {"learners": 4}, {"actors": 0}, {"shards": 3})):
         growing.ask({"id": str(number), "by": "ann", **wish})
         (answer,) = growing.look(float(number), 0, [])
         assert (answer["request"], answer["applied"]) == (str(number), False)
@@ -123,6 +142,57 @@ def test_ranks_that_cannot_be_regrouped_are_refused_both_ways() -> None:
     growing.ask({"id": "7", "by": "ann", "learners": 1})
     (answer,) = growing.look(0.1, 0, [])
     assert "room for 2 to 2" in answer["text"]
+
+
+def at_work(seconds: float, replay: float, actors: float, learner: float, shards: int) -> list[Report]:
+    """Return what roles report that work such shares of the time; two parts of the replay share that of theirs."""
+
+    def report(kind: str, index: int, busy: float, reason: str, host: int | None = None) -> Report:
+        idle = {reason: (1 - busy) * seconds}
+        return Report(kind, index, "running", {}, busy * seconds, idle, host=host)
+
+    parts = [report("replay", part, replay / 2, "", host=0 if part >= shards else None) for part in range(2)]
+    acting = [report("actor", index, actors, NO_ROOM) for index in range(2)]
+    return [*acting, *parts, report("learner", 0, learner, NO_BATCH)]
+
+
+@pytest.mark.parametrize(
+    ("replay", "actors", "learner", "added"),
+    [(0.98, 0.3, 0.3, 1), (0.8, 0.3, 0.3, 0), (0.98, 0.9, 0.3, 0), (0.98, 0.3, 0.9, 0)],
+    ids=["shards hold up all", "shards have time", "actors do not wait", "the learner does not wait"],
+)
+def test_a_shard_is_added_where_it_holds_up_actors_and_learner(
+    replay: float, actors: float, learner: float, added: int, placement: Fake
+) -> None:
+    growing, events = Growing(experiment(), placement), []
+    for now in range(60):
+        events += growing.look(float(now), 0, at_work(float(now), replay, actors, learner, placement.shards))
+    assert told(events) == [("shards", 1, 2)] * added
+    assert all(event["text"].startswith("a shard works 98% of the time, actors wait 70%") for event in events)
+    assert growing.presence()[2] == 1 + added
+
+
+@pytest.mark.parametrize(("busiest", "helped"), [(0, True), (1, False), (2, True)])
+def test_a_shard_that_has_a_single_part_gets_no_help(busiest: int, helped: bool) -> None:
+    """Of three parts in two shards the first shard has the first and the last."""
+    others = at_work(10.0, 0.0, 0.3, 0.3, shards=2)
+    parts = [Report("replay", part, "running", {}, 9.8 * (part == busiest), {}) for part in range(3)]
+    reports = [one for one in others if one.kind != "replay"] + parts
+    idle = [Report(one.kind, one.index, "running", {}, 0.0, {}) for one in reports]
+    seen = Situation(Span(look(0.0, 0, idle), look(10.0, 0, reports)), Orders((8,)), 8, 8.0)
+    assert bool(levers.short_of_shards(seen, 2, free_cores=2.0)) == helped
+    assert not levers.short_of_shards(seen, 2, free_cores=0.5)
+
+
+def test_parts_that_are_in_one_process_are_one_role_among_the_cores() -> None:
+    crowded, seen = Fake(), []
+    growing = Growing(experiment(), crowded)
+    policy: Any = growing._policy
+    policy.decide = lambda sight: seen.append(sight) or []
+    growing.look(0.0, 0, at_work(0.0, 0.5, 0.5, 0.5, shards=1))
+    crowded.shards = 2
+    growing.look(2.0, 0, at_work(2.0, 0.5, 0.5, 0.5, shards=2))
+    assert [sight.nodes[0].others for sight in seen] == [2, 3]
 
 
 def test_actors_leave_a_machine_that_is_to_go(placement: Fake) -> None:

@@ -48,12 +48,22 @@ def test_actors_that_sleep_are_not_counted_among_those_that_hold_up() -> None:
     assert record["bottleneck"] == "actor 100% busy"
 
 
+def test_parts_of_the_replay_in_one_process_hold_up_together() -> None:
+    parts = [Report("replay", part, "running", {}, 0.4, {}, host=host) for part, host in enumerate((None, 0, None))]
+    learner = Report("learner", 0, "running", {}, 0.5, {})
+    now = 0.0
+    progress = Progress(experiment(), lambda: now)
+    now = 1.0
+    record = progress.record([*parts, learner], 50, 5, 1.0)
+    assert record["replay.1.busy"] == pytest.approx(0.4)
+    assert record["bottleneck"] == "replays 60% busy; learner waits 50%"
+
+
 def test_what_actors_have_lost_is_their_sum() -> None:
     lost = [Report("actor", i, "running", {"cut_episodes": 2.0, "lost_steps": 3.0 * i}, 1.0, {}) for i in range(2)]
     record = Progress(experiment(), lambda: 1.0).record([*lost, actor(2, 50, 1.0)], 50, 5, 1.0)
     assert (record["cut_episodes"], record["lost_steps"]) == (4.0, 3.0)
     assert "cut_episodes" not in Progress(experiment(), lambda: 1.0).record([actor(0, 50, 1.0)], 50, 5, 1.0)
-
 
 
 def test_returns_of_any_stretch_can_be_told_from_their_sum() -> None:
@@ -65,6 +75,7 @@ def test_returns_of_any_stretch_can_be_told_from_their_sum() -> None:
     after = progress.record([ended(0, 4, 30.0), ended(1, 2, 6.0)], 100, 5, 1.0)
     returns, episodes = (after[name] - before[name] for name in ("return_sum", "episodes"))
     assert (returns, episodes) == (30.0, 3.0)
+
 
 class Kept:
     """A sink that keeps the events."""

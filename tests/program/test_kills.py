@@ -122,7 +122,7 @@ def survive(
         assert time.monotonic() < until, f"processes are left: {left}"
         time.sleep(0.1)
     events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
-    shards = [stored(run, folder / "run", index) for index in range(run.replay.shards)]
+    shards = [stored(run, folder / "run", index) for index in range(run.replay_parts)]
     found = check(shards, journals(folder / "journal"), evicting=run.replay.capacity < run.env_steps)
     return found, [event for event in events if event["event"] == "restart"]
 

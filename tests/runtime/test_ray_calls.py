@@ -66,7 +66,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
 def said(obeyed: int = 0) -> Any:
     from qfleet.runtime.ray_actors import Said
 
-    return Said(pid=7, obeyed=obeyed, first=0, answers=[], report=REPORT)
+    return Said(pid=7, obeyed=obeyed, first=0, answers=[], reports=[REPORT])
 
 
 def life_of(actor: Actor) -> Any:

@@ -18,7 +18,7 @@ VERBS = {
     "eval": "play with a run's kept model, on fresh seeds",
     "status": "show how runs stand that are going on, and how others ended",
     "stop": "end a run as Ctrl-C does, from anywhere that shares its disk",
-    "scale": "change how many actors or learners a run has while it goes on",
+    "scale": "change how many actors, learners or shards a run has while it goes on",
     "logs": "tell what happened in a run, and follow it while it goes on",
     "compare": "show runs side by side: a table and learning curves",
     "presets": "list the ready experiments and algorithms",

@@ -1,4 +1,4 @@
-"""`qfleet scale`: changes how many actors or learner ranks a run has while it goes on, from wherever its disk is."""
+"""`qfleet scale`: changes how many actors, learner ranks or shards a running run has, from wherever its disk is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qfleet.cli.flags import parse_options, wants_help
 from qfleet.core.config import Config
 from qfleet.core.errors import ConfigError, QfleetError
 
-USAGE = "qfleet scale RUN_DIR [--actors N] [--learners N]"
+USAGE = "qfleet scale RUN_DIR [--actors N] [--learners N] [--shards N]"
 WAIT_S, LOOK_S = 120.0, 0.1
 """How long the change is waited for, and how often it is looked for."""
 
@@ -27,19 +27,22 @@ class ScaleOptions(Config):
     """How many actors it should have, between elastic.min_actors and elastic.max_actors."""
     learners: int | None = Field(None, gt=0)
     """How many learner ranks should share each update, up to elastic.max_learners; the batch stays the same."""
+    shards: int | None = Field(None, gt=0)
+    """In how many processes the replay should be, up to elastic.max_shards; what it holds stays the same."""
 
 
 def run(words: Sequence[str]) -> int:
     """Carry out the command."""
     if wants_help(words):
         print(
-            f"usage: {USAGE}\n\nChange how many actors or learners a run has while it goes on. Room for more than it"
-            " began with\nis kept by --elastic.max_actors and --elastic.max_learners of `qfleet train`."
+            f"usage: {USAGE}\n\nChange how many actors, learners or replay shards a run has while it goes on. Room for"
+            " more than it\nbegan with is kept by --elastic.max_actors, --elastic.max_learners and"
+            " --elastic.max_shards of `qfleet train`."
         )
         return 0
     given = parse_options(ScaleOptions, words, "run_dir", USAGE)
-    if given.actors is None and given.learners is None:
-        raise ConfigError(f"scale needs --actors N or --learners N; usage: {USAGE}")
+    if given.actors is None and given.learners is None and given.shards is None:
+        raise ConfigError(f"scale needs --actors N, --learners N or --shards N; usage: {USAGE}")
 
     from qfleet.operating import one_run, standing
     from qfleet.runtime import ownership
@@ -48,7 +51,7 @@ def run(words: Sequence[str]) -> int:
     _require_scalable(path)
     if (now := standing(path)).state != "running":
         raise ConfigError(f"{path} cannot be scaled: it is not running ({now.state})")
-    answer = _answer(path, ownership.request_scale(path, given.actors, given.learners))
+    answer = _answer(path, ownership.request_scale(path, given.actors, given.learners, given.shards))
     if not answer["applied"]:
         raise ConfigError(f"{path} was not scaled: {answer['text']}")
     print(f"{path} has {answer['text']}")

@@ -1,4 +1,4 @@
-"""Says from what is there what a run should have: actors on each node, learner ranks, and why.
+"""Says from what is there what a run should have: actors on each node, learner ranks, replay shards, and why.
 
 It sees nodes, rates and wishes as plain values and changes nothing itself. What a person asks for is done at once; what
 it thinks of itself waits until things have been so for a while, and comes one change at a time.
@@ -23,7 +23,9 @@ class Limits:
     settle_s: float
     """Seconds that things must have been so before the policy adds anything by itself, and between two such changes."""
     automatic: bool = True
-    """Whether it adds and moves actors by itself; a node that is lost or drained is left in any case."""
+    """Whether it adds and moves actors, and adds shards, by itself; a node that is lost or drained is left in any
+    case."""
+    max_shards: int = 1
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Wish:
     by: str
     actors: int | None = None
     learners: int | None = None
+    shards: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,18 @@ class Sight:
     """In what way actors hold the learner up while cores are free; empty if they do not."""
     saturated: bool = False
     """Whether actors mostly wait for the learner, so that more of them would be of no use."""
+    shards: int = 1
+    congested: str = ""
+    """In what way shards hold up actors and learner while cores are free; empty if they do not."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Another number of actors on one node, or of learner ranks; as many ranks where they are to be elsewhere."""
+    """Another number of actors on one node, of learner ranks or of shards; as many ranks, if they are to move."""
 
-    role: Literal["actor", "learner"]
+    role: Literal["actor", "learner", "shard"]
     node: str
-    """The id of the node; empty for learners."""
+    """The id of the node; empty for all but actors."""
     before: int
     after: int
     reason: str
@@ -90,6 +96,7 @@ class Elastic:
     limits: Limits
     wanted: int
     learners: int
+    shards: int = 1
     _seen: dict[str, float] = field(default_factory=dict)
     """Since when each node is there; minus infinity for those that were there first."""
     _used: dict[str, int] = field(default_factory=dict)
@@ -104,7 +111,12 @@ class Elastic:
     """Why the number of learner ranks is to be changed; empty where it is not."""
     _moved_at: float = -math.inf
     """When learner ranks were last to leave a node."""
+    _resharing: str = ""
+    """Why the number of shards was last changed."""
+    _shards_asked: bool = False
+    """Whether somebody asked for the present number of shards."""
     _short_since: float | None = None
+    _congested_since: float | None = None
     _calm_until: float = -math.inf
 
     def refusal(self, wish: Wish) -> str:
@@ -120,6 +132,11 @@ class Elastic:
                 f"learners {wish.learners}: this run has room for {limits.min_learners} to {limits.max_learners}; a run"
                 f" that shall grow further is begun with --elastic.max_learners {max(wish.learners, 2)}"
             )
+        if wish.shards is not None and not 1 <= wish.shards <= limits.max_shards:
+            return (
+                f"shards {wish.shards}: this run has room for 1 to {limits.max_shards}; a run that shall grow further"
+                f" is begun with --elastic.max_shards {max(wish.shards, 2)}"
+            )
         return ""
 
     def take(self, wish: Wish) -> None:
@@ -128,6 +145,8 @@ class Elastic:
             self.wanted, self._asked, self._why, self._used = wish.actors, wish.by, f"asked for by {wish.by}", {}
         if wish.learners is not None:
             self.learners, self._regrouping = wish.learners, f"asked for by {wish.by}"
+        if wish.shards is not None:
+            self.shards, self._resharing, self._shards_asked = wish.shards, f"asked for by {wish.by}", True
 
     def decide(self, sight: Sight) -> list[Change]:
         """Return what should change now; whoever does it shows the result in the next sight."""
@@ -145,6 +164,8 @@ class Elastic:
             changes.append(Change("learner", "", sight.learners, self.learners, self._regrouping))
         elif leaving:
             changes.append(Change("learner", "", sight.learners, sight.learners, leaving))
+        if self.shards != sight.shards:
+            changes.append(Change("shard", "", sight.shards, self.shards, self._resharing))
         return sorted(changes, key=lambda change: change.after - change.before)  # who leaves makes room first
 
     def _leaving(self, sight: Sight) -> str:
@@ -156,7 +177,7 @@ class Elastic:
         return _going(going)
 
     def _look(self, sight: Sight) -> None:
-        """Note which nodes came and went and how long actors are too few; change `wanted` where that is due."""
+        """Note which nodes came and went and how long roles are too few; change what is wanted where that is due."""
         first, staying = not self._seen, {node.id for node in sight.nodes if not node.draining}
         places = sum(max(0, node.room - node.actors) for node in sight.nodes)
         there = {node.id: node for node in sight.nodes}
@@ -169,7 +190,10 @@ class Elastic:
             self._seen.setdefault(node.id, -math.inf if first else sight.at)
         self._seen = {name: since for name, since in self._seen.items() if name in there}
         self._last = {node.id: node for node in sight.nodes if node.id in staying}
-        self._short_since = (self._short_since if self._short_since is not None else sight.at) if sight.short else None
+        self._short_since = _since(self._short_since, sight.at, sight.short)
+        self._congested_since = _since(self._congested_since, sight.at, sight.congested)
+        if self.limits.automatic and not self._shards_asked and sight.at >= self._calm_until:
+            self._add_shard(sight)
         if self.limits.automatic and not self._asked and sight.at >= self._calm_until and not sight.saturated:
             self._grow(sight)
 
@@ -185,6 +209,13 @@ class Elastic:
             return min(node.actors, places)
         self.wanted -= node.actors - moved
         return moved
+
+    def _add_shard(self, sight: Sight) -> None:
+        """Want one more shard where they have held up the others for long."""
+        enough = self._congested_since is None or sight.at - self._congested_since < self.limits.settle_s
+        if not enough and self.shards < self.limits.max_shards:
+            self.shards, self._resharing = self.shards + 1, sight.congested
+            self._congested_since, self._calm_until = None, sight.at + self.limits.settle_s
 
     def _grow(self, sight: Sight) -> None:
         """Want more actors for a node that joined and stayed, or one more where they hold the learner up."""
@@ -226,6 +257,13 @@ class Elastic:
             return own, now - self._seen[node.id] >= settle_s, node.room - targets[node.id], node.cores
 
         return max(nodes, key=fitness)
+
+
+def _since(before: float | None, now: float, what: str) -> float | None:
+    """Return since when something is so that is so now; None if it is not."""
+    if not what:
+        return None
+    return now if before is None else before
 
 
 def _going(node: NodeSight) -> str:

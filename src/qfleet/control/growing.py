@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -12,16 +13,19 @@ from qfleet.control import levers
 from qfleet.control.elastic import Change, Elastic, Limits, NodeSight, Sight, Wish
 from qfleet.control.levers import Situation
 from qfleet.control.sights import Look, Span, look
-from qfleet.core.protocols import Report, Scalable
+from qfleet.core.protocols import Machine, Report, Scalable
 from qfleet.core.types import Orders
 from qfleet.experiment import Experiment
 from qfleet.roles.actor import NO_ROOM, Actor
 from qfleet.roles.learner import NO_BATCH, Learner
+from qfleet.roles.replay_shard import ReplayShard
 
 LOOK_S = 1.0
 """Seconds between two looks, unless somebody wishes something."""
 WINDOW_S = 5.0
 """Rates are taken over so many seconds."""
+KINDS = (Actor.kind, Learner.kind, ReplayShard.kind)
+"""Those whose numbers change."""
 Event = dict[str, Any]
 
 
@@ -38,7 +42,7 @@ class Growing:
 
     def __init__(self, experiment: Experiment, placement: Scalable) -> None:
         self._experiment, self._placement = experiment, placement
-        actors, learners = len(placement.present(Actor.kind)), len(placement.present(Learner.kind))
+        actors, learners, shards = (len(placement.present(kind)) for kind in KINDS)
         elastic = experiment.elastic
         limits = Limits(
             min_actors=elastic.min_actors,
@@ -47,22 +51,24 @@ class Growing:
             max_learners=experiment.rank_seats if experiment.regroupable else learners,
             settle_s=elastic.settle_s,
             automatic=elastic.automatic == "on",
+            max_shards=experiment.replay_parts,
         )
-        self._policy = Elastic(limits, actors, learners)
+        self._policy = Elastic(limits, actors, learners, shards)
         self._asked: deque[Request] = deque()
         self._pending: Request | None = None
         self._looks: list[Look] = []
         self._next = float("-inf")
 
     def ask(self, request: Mapping[str, Any]) -> None:
-        """Take in a request (id, by, actors, learners) from another thread; what is none is left out."""
-        numbers = {name: request.get(name) for name in ("actors", "learners")}
+        """Take in a request (id, by, actors, learners, shards) from another thread; what is none is left out."""
+        numbers = {name: request.get(name) for name in ("actors", "learners", "shards")}
         if all(number is None or type(number) is int for number in numbers.values()):
             self._asked.append(Request(str(request.get("id", "")), Wish(str(request.get("by", "")), **numbers)))
 
-    def presence(self) -> tuple[list[int], int]:
-        """Return which actors and how many learner ranks the run should have when it is resumed."""
-        return self._placement.present(Actor.kind), self._policy.learners
+    def presence(self) -> tuple[list[int], int, int]:
+        """Return which actors, how many learner ranks and how many shards the run should have when it is resumed."""
+        present = self._placement.present
+        return present(Actor.kind), self._policy.learners, len(present(ReplayShard.kind))
 
     def look(self, now: float, env_steps: int, reports: Sequence[Report]) -> list[Event]:
         """Let the policy look if it is time to; returns events of what was done."""
@@ -94,12 +100,16 @@ class Growing:
         request = self._pending
         if request is None:
             return []
-        actors, learners = (len(self._placement.present(kind)) for kind in (Actor.kind, Learner.kind))
+        actors, learners, shards = (len(self._placement.present(kind)) for kind in KINDS)
         wish = request.wish
-        if wish.actors not in (None, actors) or wish.learners not in (None, learners):
+        if (
+            wish.actors not in (None, actors)
+            or wish.learners not in (None, learners)
+            or wish.shards not in (None, shards)
+        ):
             return []
         self._pending = None
-        return [self._answered(request, True, f"{actors} actors, {learners} learners")]
+        return [self._answered(request, True, f"{actors} actors, {learners} learners, {shards} shards")]
 
     def _answered(self, request: Request, applied: bool, text: str) -> Event:
         return {"event": "scaled", "request": request.id, "by": request.wish.by, "applied": applied, "text": text}
@@ -108,7 +118,9 @@ class Growing:
 
     def _sight(self, now: float, env_steps: int, reports: Sequence[Report]) -> Sight:
         machines = self._placement.machines()
-        homes = [self._placement.home(f"{report.kind}-{report.index}") for report in reports if report.kind != "actor"]
+        shards = len(self._placement.present(ReplayShard.kind))
+        others = [one for one in reports if one.kind != Actor.kind and one.host is None]
+        homes = [self._placement.home(f"{report.kind}-{report.index}") for report in others]
         actors = [self._placement.home(f"actor-{index}") for index in self._placement.present(Actor.kind)]
         there = self._placement.present(Learner.kind) if self._experiment.regroupable else []
         ranks = [self._placement.home(f"learner-{index}") for index in there]
@@ -124,33 +136,49 @@ class Growing:
             )
             for one in machines
         ]
-        short, saturated = self._rates(now, env_steps, reports, sum(one.cores for one in machines))
-        return Sight(now, nodes, len(self._placement.present(Learner.kind)), short, saturated)
+        sight = Sight(now, nodes, len(self._placement.present(Learner.kind)), shards=shards)
+        return self._with_rates(sight, env_steps, reports, machines)
 
-    def _rates(self, now: float, env_steps: int, reports: Sequence[Report], cores: float) -> tuple[str, bool]:
-        """Return in what way actors are too few, and whether they mostly wait for the learner."""
+    def _with_rates(
+        self, sight: Sight, env_steps: int, reports: Sequence[Report], machines: Sequence[Machine]
+    ) -> Sight:
+        """Return a sight that also says who holds up whom; shards are on the first of the machines."""
+        now = sight.at
         self._looks.append(look(now, env_steps, reports))
         while len(self._looks) > 2 and now - self._looks[1].at >= WINDOW_S:
             del self._looks[0]
         span = Span(self._looks[0], self._looks[-1])
         if span.seconds < WINDOW_S:
-            return "", False
+            return sight
         envs = self._experiment.actor.envs
-        seen = Situation(span, Orders((envs,) * self._experiment.seats), envs, cores)
+        seen = Situation(span, Orders((envs,) * self._experiment.seats), envs, sum(one.cores for one in machines))
         waiting = fmean(span.waits(Actor.kind, NO_ROOM).values() or (0.0,))
-        return levers.short_of_actors(seen), waiting >= levers.WAITING
+        return replace(
+            sight,
+            short=levers.short_of_actors(seen),
+            saturated=waiting >= levers.WAITING,
+            congested=levers.short_of_shards(seen, sight.shards, self._free_cores(span, reports, machines[0])),
+        )
+
+    def _free_cores(self, span: Span, reports: Sequence[Report], machine: Machine) -> float:
+        """Return how many cores of a machine no role keeps busy."""
+        there = [one for one in reports if self._placement.home(f"{one.kind}-{one.index}") == machine.id]
+        return machine.cores - sum(span.busy(one.kind).get(one.index, 0.0) for one in there)
 
     # ------------------------------------------------------------------ what is done
 
     def _carry_out(self, change: Change) -> list[Event]:
-        if change.role == Learner.kind:
-            done = self._placement.regroup(Learner.kind, change.after, NO_BATCH)
-            self.interrupted()
-            return [_event(change, "", change.after)] if done else []
         name = next((one.name for one in self._placement.machines() if one.id == change.node), "")
-        after = self._less(change) if change.after < change.before else self._more(change)
+        began = time.perf_counter()
+        if change.role == "actor":
+            after = self._less(change) if change.after < change.before else self._more(change)
+        elif change.role == "learner":
+            done = self._placement.regroup(Learner.kind, change.after, NO_BATCH)
+            after = change.after if done else change.before
+        else:
+            after = change.after if self._placement.share(ReplayShard.kind, change.after) else change.before
         self.interrupted()
-        return [_event(change, name, after)] if after != change.before else []
+        return [] if after == change.before else [_event(change, name, after, time.perf_counter() - began)]
 
     def _less(self, change: Change) -> int:
         there = [i for i in self._placement.present(Actor.kind) if self._placement.home(f"actor-{i}") == change.node]
@@ -163,6 +191,6 @@ class Growing:
         return change.before + len(coming) * came
 
 
-def _event(change: Change, node: str, after: int) -> Event:
-    counts = {"before": change.before, "after": after}
+def _event(change: Change, node: str, after: int, seconds: float) -> Event:
+    counts = {"before": change.before, "after": after, "seconds": seconds}
     return {"event": "elastic", "what": f"{change.role}s", "node": node, **counts, "text": change.reason}

@@ -134,6 +134,24 @@ def short_of_actors(seen: Situation) -> str:
     )
 
 
+def short_of_shards(seen: Situation, shards: int, free_cores: float) -> str:
+    """Return in what way so many shards hold up actors and learner while cores are free for more; empty if not.
+
+    Each shard has every so manieth part of the replay; one that has a single part has none to give to another.
+    """
+    parts = seen.span.busy("replay")
+    busy = {shard: sum(parts[part] for part in parts if part % shards == shard) for shard in range(shards)}
+    busiest = max((busy[part % shards] for part in parts if part >= shards), default=0.0)
+    waiting = fmean(seen.span.waits("actor", NO_ROOM).values() or (0.0,))
+    learner_waits = 1 - seen.learner_busy
+    if busiest < BUSY or min(waiting, learner_waits) < WAITING or free_cores < SPARE_CORES:
+        return ""
+    return (
+        f"a shard works {busiest:.0%} of the time, actors wait {waiting:.0%} and the learner {learner_waits:.0%} of it,"
+        f" {free_cores:.1f} cores are free"
+    )
+
+
 def wake(seen: Situation) -> Proposal | None:
     """Let one more actor act, or more environments of one, where actors are too few."""
     why = short_of_actors(seen)

@@ -73,6 +73,8 @@ class Standing:
     """Which actors are there; empty where none come and go."""
     learners: int = 0
     """How many learner ranks the run should have; 0 where they do not change."""
+    shards: int = 0
+    """In how many shards the replay is; 0 where that does not change."""
 
 
 @dataclass
@@ -318,7 +320,7 @@ class Monitor:
             self.standing.envs, self.standing.deadlines_ms = self._steering.paused()
         if self.growing is not None:
             self.growing.interrupted()
-            self.standing.actors, self.standing.learners = self.growing.presence()
+            self.standing.actors, self.standing.learners, self.standing.shards = self.growing.presence()
         self._moved = False
         self._saved_best = self._best
         self.saving = self.save(env_steps, self.standing, self._best)

@@ -72,20 +72,22 @@ class Progress:
     def _shares(self, reports: Sequence[Report], seconds: float) -> dict[str, Any]:
         """Return what share of the time each role was busy, how fast it was, and which one holds the others up."""
         record: dict[str, Any] = {}
-        shares: dict[str, list[float]] = {}
+        shares: dict[str, dict[int, float]] = {}
         for report in reports:
             name = f"{report.kind}.{report.index}"
             busy = min(1.0, max(0.0, (report.busy_s - self._busy.get(name, 0.0)) / seconds))
             self._busy[name] = report.busy_s
             if report.metrics.get("acting_envs") != 0:  # whoever sleeps holds up nobody
-                shares.setdefault(report.kind, []).append(busy)
+                process = report.index if report.host is None else report.host
+                shared = shares.setdefault(report.kind, {})
+                shared[process] = min(1.0, shared.get(process, 0.0) + busy)
             record |= {f"{name}.busy": busy, f"{name}.idle": report.idle}
             if (done := report.metrics.get(_WORK.get(report.kind, ""))) is not None:
                 if name in self._done:
                     record[f"{name}.rate"] = max(0.0, done - self._done[name]) / seconds
                 self._done[name] = done
         if shares:
-            record["bottleneck"] = self._bottleneck(shares)
+            record["bottleneck"] = self._bottleneck({kind: list(busy.values()) for kind, busy in shares.items()})
         return record
 
 

@@ -127,6 +127,8 @@ class Report:
     """Why the role is idle now; empty when it works."""
     step_s: float = 0.0
     """Seconds that its present step has taken so far; 0 between two steps."""
+    host: int | None = None
+    """Which role of its kind's process it is in; None for its own."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,9 @@ class Scalable(Protocol):
 
     def go(self, kind: str, indices: Sequence[int]) -> None:
         """Have roles close between two steps and be away from then on."""
+
+    def share(self, kind: str, size: int) -> bool:
+        """Have the roles of a kind in so many processes; returns False if that cannot be done now."""
 
     def regroup(self, kind: str, size: int, rest: str) -> bool:
         """Let the first `size` roles of a kind be its group; returns False if that cannot be done now.

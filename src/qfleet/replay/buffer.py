@@ -50,7 +50,8 @@ class ReplayConfig(Config):
     proportion to their actors, each rounding its part down to whole segments."""
     shards: int = Field(1, gt=0, le=1024)
     """How many replays of their own the actors are dealt out among; each is a role, in a process of its own where roles
-    have such. Batches come from all of them in proportion to what they hold."""
+    have such. Batches come from all of them in proportion to what they hold. With elastic.max_shards there are so many
+    replays, and this is in how many processes they are at first."""
     sampler: Annotated[UniformConfig | PrioritisedConfig, Field(discriminator="kind")] = UniformConfig()
     """Which items a batch takes."""
     storage: Annotated[RamConfig | MappedConfig | Lz4Config, Field(discriminator="kind")] = RamConfig()

@@ -1,4 +1,4 @@
-"""How many actors and learners a run may have while it lasts: its settings, and what could be wrong with them."""
+"""How many actors, learners and shards a run may have while it lasts: its settings, and what could be wrong there."""
 
 from __future__ import annotations
 
@@ -14,26 +14,36 @@ class ElasticConfig(Config):
 
     automatic: Literal["on", "off"] = "on"
     """Whether actors are begun on Ray nodes that join, moved off those that are to go, and added where they hold the
-    learner up while cores are free; all within the limits below."""
+    learner up while cores are free, and shards where these hold up both; all within the limits below."""
     min_actors: int = Field(1, gt=0, le=10_000)
     """Actors that stay in any case."""
     max_actors: int = Field(0, ge=0, le=10_000)
     """Actors that there may be at most; 0 for as many as there are at first."""
     max_learners: int = Field(0, ge=0, le=1024)
     """Learner ranks that there may be at most; 0 for as many as there are at first."""
+    max_shards: int = Field(0, ge=0, le=1024)
+    """Replay shards that there may be at most; 0 for as many as there are at first. The replay is cut into so many
+    parts, which the shards have among them."""
     settle_s: float = Field(30.0, gt=0)
-    """Seconds that a node must have stayed, or actors been too few, before actors are added; and between two such
-    changes. What a person asks for, or a node that goes, does not wait."""
+    """Seconds that a node must have stayed, or actors or shards been too few, before any are added; and between two
+    such changes. What a person asks for, or a node that goes, does not wait."""
 
     def contradictions(
-        self, actors: int, all_actors: int, learners: int, batch_size: int, scalable: bool, regroupable: bool
+        self,
+        actors: int,
+        all_actors: int,
+        learners: int,
+        shards: int,
+        batch_size: int,
+        scalable: bool,
+        regroupable: bool,
     ) -> list[tuple[bool, str]]:
         """Return what could be wrong for a run that begins with so many roles, each with whether it is.
 
-        `all_actors` counts those that begin asleep, too. Of a `scalable` run actors may come and go, of a `regroupable`
-        one learner ranks.
+        `all_actors` counts those that begin asleep, too. Of a `scalable` run actors and shards may come and go, of a
+        `regroupable` one learner ranks.
         """
-        most_actors, most = self.max_actors, self.max_learners
+        most_actors, most, most_shards = self.max_actors, self.max_learners, self.max_shards
         return [
             (0 < most_actors < all_actors,
              f"elastic.max_actors {most_actors} is below the {all_actors} actors that the run begins with"),
@@ -51,4 +61,11 @@ class ElasticConfig(Config):
              " 'plateau'"),
             (most > batch_size,
              f"elastic.max_learners {most} exceeds learner.batch_size {batch_size}: some would have no work"),
+            (0 < most_shards < shards,
+             f"elastic.max_shards {most_shards} is below replay.shards {shards}"),
+            (most_shards > shards and not scalable,
+             f"elastic.max_shards {most_shards} needs agent.kind 'replay' and placement 'processes' or 'ray' without"
+             " lockstep"),
+            (most_shards > actors,
+             f"elastic.max_shards {most_shards} exceeds actors {actors}: some would have no work"),
         ]  # fmt: skip

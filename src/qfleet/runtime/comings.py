@@ -1,13 +1,14 @@
 """What placements do alike whose roles come and go while the run lasts, because the run wants it so.
 
 A run is drawn with all roles that it may ever have. Those that are away have no process; their edges wait for them.
+Roles of some kinds share processes, the number of which changes: none of these is ever away.
 """
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -18,9 +19,9 @@ from qfleet.runtime.captured import Captured
 from qfleet.runtime.channels import edge_stem
 from qfleet.runtime.graph import Graph, Node, ends, open_handles
 from qfleet.runtime.memory import RunFolder
-from qfleet.runtime.reviving import Revival, RevivingPlacement, end_all
+from qfleet.runtime.reviving import Revival, RevivingPlacement, end_all, kill_all
 from qfleet.runtime.streams import desert, hold
-from qfleet.runtime.supervisor import Member, starting
+from qfleet.runtime.supervisor import Member
 from qfleet.runtime.worker import Answer, OpenEnds
 
 _DRAIN_S = 30.0
@@ -36,15 +37,28 @@ _AWAY = "away"
 
 
 class ComingsPlacement(RevivingPlacement):
-    """A placement whose roles come and go; a subclass says where they can be."""
+    """A placement whose roles come and go; a subclass says where they can be.
+
+    `shared` names kinds whose roles share processes, and in how many they are at first.
+    """
 
     _folder: RunFolder
     """This machine's. Whoever sends to a role that may be away, or to one of a group, is on this machine."""
 
-    def __init__(self, graph: Graph, away: Collection[str] = (), **revival: Unpack[Revival]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        away: Collection[str] = (),
+        shared: Mapping[str, int] | None = None,
+        **revival: Unpack[Revival],
+    ) -> None:
         super().__init__(graph, **revival)
+        self._shared = dict(shared or {})
+        """In how many processes the roles of a kind are: each has every so manieth of them."""
         self._away = {member.name: member for member in self.crew if member.name in away}
-        self.crew = [member for member in self.crew if member.name not in away]
+        self._guests = {member.name: member for member in self.crew if self._host_of(member.name) != member.name}
+        """Roles that are in another one's process."""
+        self.crew = [member for member in self.crew if not {member.name} & {*away, *self._guests}]
         self._together = set(revival.get("groups", ()))
         for kind in self._together:
             self._groups.form(kind, [member.name for member in self.crew if member.report.kind == kind])
@@ -105,6 +119,49 @@ class ComingsPlacement(RevivingPlacement):
                 del self._due[name]
                 self._leave(next(member for member in self.crew if member.name == name))
 
+    def share(self, kind: str, size: int) -> bool:
+        """Have the roles of a kind in `size` processes from their next step on; what they keep goes with them.
+
+        Their processes end between two steps, as by a death, and others begin; only they stand still meanwhile. Returns
+        False if that cannot be done now.
+        """
+        members = self._members(kind)
+        if self._running:
+            self._ask("pause", members)
+        if any(member.died_at is not None or member.done for member in members):
+            self._let_run(members)
+            return False
+        kill_all([self._lives.pop(member.name) for member in members])
+        all_of_them = [*members, *(guest for guest in self._guests.values() if guest.report.kind == kind)]
+        life = max(self._ports[member.name].life for member in all_of_them) + 1
+        self._shared[kind] = size
+        for member in all_of_them:
+            self._ports[member.name].life, self._ports[member.name].planned = life, True
+            if self._host_of(member.name) == member.name:
+                member.life += self._guests.pop(member.name, None) is None
+                self._enter(member)
+            elif member in self.crew:
+                self.crew.remove(member)
+                self._guests[member.name] = member
+        self._let_run(self._members(kind))
+        self._await("built", self._members(kind))
+        return True
+
+    def _let_run(self, members: Sequence[Member]) -> None:
+        """Let roles go on, if the others do."""
+        for member in members if self._running else ():
+            self._tell(member, "run", "")
+
+    def _host_of(self, name: str) -> str:
+        """Return the name of the role whose process a role is in: usually its own."""
+        node = self._nodes[name]
+        size = self._shared.get(node.kind)
+        return name if size is None else f"{node.kind}-{node.index % size}"
+
+    def _housed(self, name: str) -> list[Node]:
+        """Return the roles that are in a role's process, itself first."""
+        return [node for node in self._nodes.values() if self._host_of(node.name) == name]
+
     def regroup(self, kind: str, size: int, rest: str) -> bool:
         """Let the first `size` roles of a kind be its group, from their next step on; nothing they were sent is lost.
 
@@ -140,13 +197,12 @@ class ComingsPlacement(RevivingPlacement):
             ports.life = max(ports.life, self._former_lives) + 1
         member.life += member.built
         self._enter(member)
-        if self._running:
-            self._tell(member, "run", "")
+        self._let_run([member])
 
     def _enter(self, member: Member) -> None:
         """Begin a life of a role that was not there, or was ended on purpose."""
-        member.done, member.died_at = False, None
-        member.report = starting(member.name, member.report.kind, member.report.index).report
+        member.begin()
+        member.died_at = None
         if member not in self.crew:
             self.crew.append(member)
             order = list(self._nodes)

@@ -119,10 +119,12 @@ def request_end(directory: Path) -> None:
         ) from error
 
 
-def request_scale(directory: Path, actors: int | None, learners: int | None) -> str:
-    """Ask the owner of a directory for other numbers of actors or learners; returns the id of the request."""
+def request_scale(
+    directory: Path, actors: int | None = None, learners: int | None = None, shards: int | None = None
+) -> str:
+    """Ask the owner of a directory for other numbers of actors, learners or shards; returns the request's id."""
     request = {"id": uuid.uuid4().hex, "by": f"{_user()}@{socket.gethostname()}"}
-    line = json.dumps({**request, "actors": actors, "learners": learners}) + "\n"
+    line = json.dumps({**request, "actors": actors, "learners": learners, "shards": shards}) + "\n"
     try:
         (directory / SCALE).write_text(line)
     except OSError as error:

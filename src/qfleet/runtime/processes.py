@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import pickle
@@ -58,7 +59,7 @@ class ProcessPlacement(ComingsPlacement):
 
     `spawn` names the kinds of roles that must not be forked; `threads` gives the threads of torch and OpenMP by kind,
     one where not given. Kinds in `background` leave a core to any other that wants it. Roles in `away` are not begun
-    yet.
+    yet; those of kinds in `shared` are in so many processes.
     """
 
     name = "processes"
@@ -70,10 +71,11 @@ class ProcessPlacement(ComingsPlacement):
         threads: Mapping[str, int] | None = None,
         background: Collection[str] = (),
         away: Collection[str] = (),
+        shared: Mapping[str, int] | None = None,
         **revival: Unpack[Revival],
     ) -> None:
-        super().__init__(graph, away, **revival)
-        payloads = [_payload(node) for node in graph.nodes]
+        super().__init__(graph, away, shared, **revival)
+        self._payloads = {node.name: _payload(node) for node in graph.nodes}
         self._folder = RunFolder()
         self._setups: dict[str, _Setup] = {}
         self._warn_of_crowd(len(os.sched_getaffinity(0)))
@@ -83,13 +85,13 @@ class ProcessPlacement(ComingsPlacement):
             self._levels = StreamLevels(graph, self._folder.path)
             self._ends = OpenEnds(Ports(self._folder.path, hold=False).open)
             _preload(graph)
-            for node, payload in zip(graph.nodes, payloads, strict=True):
+            for node in graph.nodes:
                 method = "spawn" if node.kind in spawn else "forkserver"
                 count = (threads or {}).get(node.kind, 1)
                 behind = node.kind in background
                 last_words = self._folder.path / f"{node.name}.last_words"
                 ports = self._ports[node.name] = Ports(self._folder.path)
-                self._setups[node.name] = _Setup(node.name, payload, ports, method, count, behind, last_words)
+                self._setups[node.name] = _Setup(node.name, (), ports, method, count, behind, last_words)
             self._mark_away()
             for member in self.crew:
                 self._lives[member.name] = self._begin(member.name)
@@ -99,7 +101,8 @@ class ProcessPlacement(ComingsPlacement):
             raise
 
     def _begin(self, name: str) -> _Child:
-        return _Child(self._setups[name])
+        payloads = tuple(self._payloads[node.name] for node in self._housed(name))
+        return _Child(dataclasses.replace(self._setups[name], payloads=payloads))
 
     def machines(self) -> list[Machine]:
         """Return this machine."""
@@ -126,10 +129,11 @@ class ProcessPlacement(ComingsPlacement):
 
 @dataclass(frozen=True)
 class _Setup:
-    """What a child is told at its birth; the same in every life, but for the number of the life in its ports."""
+    """What a child is told at its birth; the same in every life, but for its ports, and where roles share processes."""
 
     name: str
-    payload: bytes
+    payloads: tuple[bytes, ...]
+    """The roles that it is."""
     ports: Ports
     method: str
     threads: int
@@ -290,11 +294,11 @@ def _child_main(setup: _Setup, control: Connection, supervisor: int) -> None:
             alarm.recv_bytes()
 
     try:
-        node = pickle.loads(setup.payload)
+        nodes = [pickle.loads(payload) for payload in setup.payloads]
     except Exception as error:
         say(failed(error))
         return
-    worker = Worker(node, setup.ports.open, wait, say)
+    worker = Worker(nodes, setup.ports.open, wait, say)
 
     def relay() -> None:
         """Pass commands on and report, whatever the role is doing; end with the supervisor."""
@@ -306,7 +310,8 @@ def _child_main(setup: _Setup, control: Connection, supervisor: int) -> None:
                         raise EOFError
                     worker.command(*control.recv())
                     ring.send_bytes(b"!")
-                say(worker.report())
+                for report in worker.reports():
+                    say(report)
         except (EOFError, OSError):
             os.killpg(0, signal.SIGKILL)  # with all that the role has started
 

@@ -56,11 +56,11 @@ class RayPlacement(ComingsPlacement):
     Kinds in `anywhere` may be on any node of the cluster, all others are on this one. Where nodes besides this one are
     used, `rehearsal` must succeed there first, and their object stores must hold `in_flight` bytes. `threads` gives the
     threads of torch and OpenMP by kind, one where not given; kinds in `background` leave a core to any other. Roles in
-    `away` are not begun yet. Those of kinds in `expendable` may be lost with their node: the run goes on without them.
-    Roles in `on_gpus` get a GPU, or a part of one; those of kinds in `anywhere` are only where there are `needs`. The
-    autoscaler of a cluster that was joined is asked for room for `wanted` of them, besides the others. Of groups whose
-    kinds are in `across` all but the first role may be on other nodes, where this one has no room, and in their next
-    lives elsewhere when their node is lost.
+    `away` are not begun yet, those of kinds in `shared` are in so many processes. Those of kinds in `expendable` may be
+    lost with their node: the run goes on without them. Roles in `on_gpus` get a GPU, or a part of one; those of kinds
+    in `anywhere` are only where there are `needs`. The autoscaler of a cluster that was joined is asked for room for
+    `wanted` of them, besides the others. Of groups whose kinds are in `across` all but the first role may be on other
+    nodes, where this one has no room, and in their next lives elsewhere when their node is lost.
     """
 
     name = "ray"
@@ -75,6 +75,7 @@ class RayPlacement(ComingsPlacement):
         rehearsal: Callable[[], Any] | None = None,
         in_flight: float = 0.0,
         away: Collection[str] = (),
+        shared: Mapping[str, int] | None = None,
         expendable: Collection[str] = (),
         on_gpus: Collection[str] = (),
         needs: Mapping[str, float] | None = None,
@@ -82,11 +83,11 @@ class RayPlacement(ComingsPlacement):
         across: Collection[str] = (),
         **revival: Unpack[Revival],
     ) -> None:
-        super().__init__(graph, away, **revival)
+        super().__init__(graph, away, shared, **revival)
         self._across, self._on_gpus = set(across), set(on_gpus)
         self._meeting: MeetingPlace | None = None
         """Where a group meets that is on several nodes; None where none is."""
-        payloads = {node.name: _payload(node) for node in graph.nodes}
+        self._payloads = {node.name: _payload(node) for node in graph.nodes}
         self._graph, self._expendable, self._needs = graph, set(expendable), needs or {}
         self._owns_ray = ray_cluster.connect(address)
         self._folder = RunFolder()
@@ -101,7 +102,7 @@ class RayPlacement(ComingsPlacement):
                 self._ask_for(wanted, sum(node.kind not in anywhere for node in graph.nodes))
             nodes = ray_cluster.sites()
             self._grounds = Grounds(rehearsal, in_flight)
-            there = [node for node in graph.nodes if node.name not in self._away]
+            there = [node for node in graph.nodes if node.name not in {*self._away, *self._guests}]
             dealt = settle_down(there, anywhere, self._across, nodes, self._needs, self._on_gpus)
             self._homes = dict.fromkeys(self._nodes, nodes[0]) | dealt
             self._here, *others = dict.fromkeys([nodes[0], *self._homes.values()])
@@ -111,7 +112,7 @@ class RayPlacement(ComingsPlacement):
             gpus = ray_cluster.gpu_shares({name: home for name, home in self._homes.items() if name in self._on_gpus})
             roaming = {node.name: self._needs for node in graph.nodes if node.kind in anywhere}
             self._hands.hire(homes, ray_cluster.cpu_shares(homes.values()), gpus, roaming)
-            self._set_up(self._lay_out(graph, others), payloads, threads or {}, background)
+            self._set_up(self._lay_out(graph, others), threads or {}, background)
             self._mark_away()
             self._lives |= {name: self._begin(name) for name in homes}
             self._await("built")
@@ -131,7 +132,6 @@ class RayPlacement(ComingsPlacement):
     def _set_up(
         self,
         folders: Mapping[Site, Path],
-        payloads: Mapping[str, bytes],
         threads: Mapping[str, int],
         background: Collection[str],
     ) -> None:
@@ -142,7 +142,7 @@ class RayPlacement(ComingsPlacement):
             count, behind = threads.get(node.kind, 1), node.kind in background
             last_words = folder / f"{node.name}.last_words"
             self._setups[node.name] = RoleSetup(
-                node.name, payloads[node.name], ports, count, behind, last_words, failpoints.wanted(), history.wanted()
+                node.name, (), ports, count, behind, last_words, failpoints.wanted(), history.wanted()
             )
 
     def _lay_out(self, graph: Graph, others: list[Site]) -> dict[Site, Path]:
@@ -181,7 +181,9 @@ class RayPlacement(ComingsPlacement):
         home = self._homes[name]
         if self._nodes[name].kind in self._across:
             self._ports[name].meeting = self._meet(name)
-        return ActorLife(self._hands.take(name, home), self._setups[name], lambda pid: self._kill(home, pid))
+        payloads = tuple(self._payloads[node.name] for node in self._housed(name))
+        setup = dataclasses.replace(self._setups[name], payloads=payloads)
+        return ActorLife(self._hands.take(name, home), setup, lambda pid: self._kill(home, pid))
 
     def _meet(self, name: str) -> str:
         """Return where a role's group meets; empty where all of it is on this node, so that nothing listens beyond."""
@@ -269,6 +271,11 @@ class RayPlacement(ComingsPlacement):
             self._grounds.unfit.add(site.id)
             return False
         return True
+
+    def share(self, kind: str, size: int) -> bool:
+        """Have the roles of a kind in so many processes; returns False until there are actors for them."""
+        names = [f"{kind}-{index}" for index in range(size)]
+        return self._hands.prepared(names, self._here) and super().share(kind, size)
 
     def _house(self, names: Sequence[str], site: Site) -> bool:
         """Make the edges of roles on a node where they are to be; returns False if it is not fit, or lost meanwhile."""

@@ -50,10 +50,12 @@ _TRANSFER_S, _LONGEST_TRANSFER_S = 5.0, 300.0
 
 @dataclass(frozen=True)
 class RoleSetup:
-    """What an actor is told when it becomes a role; the same in every life, but for what its ports say of it."""
+    """What an actor is told when it becomes a role; the same in every life, but for its ports, and where roles share
+    processes."""
 
     name: str
-    payload: bytes
+    payloads: tuple[bytes, ...]
+    """The roles that it is."""
     ports: Ports
     threads: int
     background: bool
@@ -72,7 +74,7 @@ class Said:
     first: int
     """The number of the first of the answers."""
     answers: list[Answer]
-    report: Report | None
+    reports: list[Report]
 
 
 class RoleActor:
@@ -115,8 +117,8 @@ class RoleActor:
                 self._ring.send(b"!")
             if self._obeyed == before:
                 self._news.wait_for(lambda: len(self._said) > known or self._calls > call, patience)
-            report = self._worker.report() if self._worker else None
-            return Said(os.getpid(), self._obeyed, known, self._said[known:], report)
+            reports = self._worker.reports() if self._worker else []
+            return Said(os.getpid(), self._obeyed, known, self._said[known:], reports)
 
     def finish(self) -> None:
         """Wait for the role to have closed."""
@@ -132,11 +134,11 @@ class RoleActor:
         failpoints.arm(setup.faults, setup.name, setup.ports.life)
         history.begin(setup.history, setup.name, setup.ports.life)
         try:
-            node = cloudpickle.loads(setup.payload)
+            nodes = [cloudpickle.loads(payload) for payload in setup.payloads]
         except Exception as error:
             self._say(failed(error))
             return
-        worker = Worker(node, setup.ports.open, self._waiting(), self._say)
+        worker = Worker(nodes, setup.ports.open, self._waiting(), self._say)
         with self._news:
             self._worker = worker
         worker.run()

@@ -30,6 +30,8 @@ class Hands:
         self._modules, self._namespace = modules, f"qfleet-{secrets.token_hex(4)}"
         self._gpus: Mapping[str, float] = {}
         self._hired: dict[str, Any] = {}
+        self._imports: dict[str, Any] = {}
+        """The calls that return when the actors made beforehand have imported everything, by role."""
         self._spares: dict[Site, Any] = {}
         self._made = 0
 
@@ -55,8 +57,21 @@ class Hands:
         """Have a spare on each of these nodes from now on."""
         self._spares |= {home: self._make_spare(home) for home in homes}
 
+    def prepared(self, names: Collection[str], home: Site) -> bool:
+        """Return whether there is an actor for the next life of each of these roles; those that are not there are made.
+
+        Nobody waits for them: that takes seconds, in which the present lives can go on.
+        """
+        for name in names:
+            if name not in self._hired:
+                self._hired[name] = self._make(f"{name}-{self._next()}", home, 0.0)
+                self._imports[name] = self._hired[name].ready.remote()
+        calls = [self._imports[name] for name in names if name in self._imports]
+        return len(ray.wait(calls, num_returns=len(calls), timeout=0)[0]) == len(calls) if calls else True
+
     def take(self, name: str, home: Site) -> Any:
         """Return an actor for a role: the one made for it, or else a spare."""
+        self._imports.pop(name, None)
         if (first := self._hired.pop(name, None)) is not None:
             return first
         if gpus := self._gpus.get(name, 0.0):

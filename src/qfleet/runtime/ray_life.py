@@ -25,7 +25,7 @@ class ActorLife:
         self._setup, self._kill = setup, kill
         self._orders: list[tuple[Command, str]] = []
         self._obeyed = self._known = 0
-        self._report: Report | None = None
+        self._reports: list[Report] = []
         self._ended = self._stopped = False
         self._verdict = ""
         self._calls = [actor.live.remote(setup)]
@@ -67,7 +67,7 @@ class ActorLife:
                 heard.append(Answer("failed", str(error), trace=str(error)))
             except RayError:  # the call or its answer was lost: both may be said again
                 self._calls.append(self.actor.live.remote(self._setup))
-                heard += [self._report] if self._report else []  # what is lost on its way was no silence of the role
+                heard += self._reports  # what is lost on its way was no silence of the role
         self._ended = self._ended or any(isinstance(item, Answer) and item.what == "failed" for item in heard)
         if not self._ended and self._closed():
             self._ended = True
@@ -100,8 +100,8 @@ class ActorLife:
         self.pid, self._obeyed = said.pid, max(self._obeyed, said.obeyed)
         fresh = said.answers[self._known - said.first :]
         self._known += len(fresh)
-        self._report = said.report or self._report
-        return [*([said.report] if said.report else []), *fresh]
+        self._reports = said.reports or self._reports
+        return [*said.reports, *fresh]
 
     def _cause_of_death(self, error: ActorDiedError) -> str:
         detail = " ".join(str(error).split()).split("Worker exit detail: ")[-1].split(" Some common causes")[0]

@@ -168,10 +168,7 @@ class RevivingPlacement(SupervisedPlacement):
     def _bury(self, member: Member, cause: str) -> str:
         if not self._replaceable(member):
             return cause
-        life = self._lives.pop(member.name)
-        life.kill()
-        life.join(time.monotonic() + KILL_S)
-        life.release()
+        kill_all([self._lives.pop(member.name)])
         if member.name in self._leaving:
             self._leave(member)
             return ""
@@ -244,7 +241,7 @@ class RevivingPlacement(SupervisedPlacement):
             if life is not None and verdict:
                 life.condemn(verdict)
         if self._running:
-            reports = [member.report for member in self.crew if not member.done]
+            reports = [report for member in self.crew if not member.done for report in member.reports]
             text = self._standstill.look(reports, self._levels.read(), now)
             if text:
                 self._incidents.append(Notice("supervisor", 0, "standstill", text))
@@ -273,6 +270,11 @@ def end_all(lives: Collection[Life]) -> None:
     for life in lives:
         life.stop()
     _join(lives, STOP_S)
+    kill_all(lives)
+
+
+def kill_all(lives: Collection[Life]) -> None:
+    """End lives at once; what their roles keep is as it was between two steps, or in the middle of one."""
     for life in lives:
         life.kill()
     _join(lives, KILL_S)

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -29,7 +29,7 @@ _AFTERMATH_S = 0.3
 
 @dataclass
 class Member:
-    """One role as its supervisor sees it."""
+    """One role as its supervisor sees it, with those that are in its process."""
 
     name: str
     report: Report
@@ -47,6 +47,25 @@ class Member:
     """When this life was ready."""
     lived_s: float = 0.0
     """How long its last life had been ready when it ended."""
+    guests: dict[int, Report] = field(default_factory=dict)
+    """The newest reports of others of its kind that are in its process, by their indices."""
+
+    @property
+    def reports(self) -> list[Report]:
+        """The newest reports of all that are in its process."""
+        return [self.report, *self.guests.values()]
+
+    def hear(self, report: Report) -> None:
+        """Take in a report of one of these."""
+        if report.host is None:
+            self.report = report
+        else:
+            self.guests[report.index] = report
+
+    def begin(self) -> None:
+        """Be one of whom nothing has been heard yet."""
+        self.done, self.guests = False, {}
+        self.report = Report(self.report.kind, self.report.index, "starting", {}, 0.0, {})
 
 
 def starting(name: str, kind: str, index: int) -> Member:
@@ -147,7 +166,7 @@ class SupervisedPlacement(ABC):
     def reports(self) -> list[Report]:
         """Return the newest report of every role; in lock-step that of this moment."""
         if self._turns is None or self._closed:
-            return [member.report for member in self.crew]
+            return [report for member in self.crew for report in member.reports]
         fresh = self._ask("report", self.crew)
         return [fresh[member.name].report or member.report for member in self.crew]
 
@@ -254,7 +273,7 @@ class SupervisedPlacement(ABC):
         answers = []
         for member, heard in self._listen(seconds):
             if isinstance(heard, Report):
-                member.report = heard
+                member.hear(heard)
                 continue
             answers.append((member, heard))
             self._note(member, heard)
@@ -287,7 +306,7 @@ class SupervisedPlacement(ABC):
                 self._incidents.append(Notice("supervisor", 0, "lockstep", text))
         elif answer.what == "reborn":
             member.life += 1
-            member.done, member.report = False, starting(member.name, member.report.kind, member.report.index).report
+            member.begin()
             for turn in self._turns.hosted if self._turns is not None else ():
                 turn.status = WORKED if turn.node.name == member.name else turn.status  # it may have been done before
             if self._running:

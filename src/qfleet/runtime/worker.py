@@ -1,4 +1,6 @@
-"""A role alone in a process or actor of its own: steps it, and between steps obeys the supervisor's commands."""
+"""A process or actor of its own for one role, or for several of a kind that take turns in it.
+
+Steps them, and between steps obeys the supervisor's commands."""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import os
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +19,7 @@ import torch
 
 from qfleet.core.errors import CheckpointError, QfleetError, RoleFailure
 from qfleet.core.protocols import Report
-from qfleet.core.role import WORKED, Idle, Role, Status
+from qfleet.core.role import WORKED, Idle, Status
 from qfleet.runtime import checkpoint, edgestates
 from qfleet.runtime.captured import Captured
 from qfleet.runtime.graph import End, Node
@@ -119,17 +121,24 @@ class OpenEnds:
 
 
 class Worker:
-    """Runs one role. `run` is called by one thread; `command` and `report` may be called by another one."""
+    """Runs one role, or several. `run` is called by one thread; `command` and `reports` may be called by another one.
+
+    What is commanded is done by all of them, what is answered is said once for all.
+    """
 
     def __init__(
-        self, node: Node, open_end: Callable[[End], Any], wait: Wait, answer: Callable[[Answer | Report], None]
+        self,
+        nodes: Sequence[Node],
+        open_end: Callable[[End], Any],
+        wait: Wait,
+        answer: Callable[[Answer | Report], None],
     ) -> None:
-        self._node = node
-        self._ends = OpenEnds(open_end)
+        self._nodes = {node.name: node for node in nodes}
+        self._ends = {name: OpenEnds(open_end) for name in self._nodes}
         self._wait = wait
         self._answer = answer
         self._commands: deque[tuple[Command, str]] = deque()
-        self._report = Report(node.kind, node.index, "starting", {}, 0.0, {})
+        self._reports = [Report(node.kind, node.index, "starting", {}, 0.0, {}) for node in nodes]
         self._report_due = 0.0
         self._host: Host[Hosted] | None = None
         self._phase = ("starting", time.monotonic())
@@ -145,25 +154,32 @@ class Worker:
         """Queue a command; the caller must then wake `wait`."""
         self._commands.append((name, argument))
 
-    def report(self) -> Report:
-        """Return the newest report, with the phase that the role is in at this moment, even if it is blocked."""
+    def reports(self) -> list[Report]:
+        """Return each role's newest report, with the phase that the worker is in at this moment, even if blocked."""
         phase, since = self._occupation()
         if phase != self._phase[0]:
             self._phase = (phase, time.monotonic())
         # What a former phase of the same step took must not be held against this one.
-        return replace(self._report, phase=phase, step_s=time.monotonic() - max(since, self._phase[1]))
+        step_s = time.monotonic() - max(since, self._phase[1])
+        own, *guests = [replace(report, phase=phase, step_s=step_s) for report in self._reports]
+        return [own, *(replace(guest, host=own.index) for guest in guests)]
 
     def _occupation(self) -> tuple[str, float]:
         """Return the phase, and since when the worker is in one piece of work; now if it waits."""
         engaged, host = self._engaged, self._host
         if engaged is not None or host is None:
             return engaged or ("starting", time.monotonic())
-        return host.hosted[0].role.phase, host.hosted[0].stepping_since or time.monotonic()
+        steps = [(since, one.role.phase) for one in host.hosted if (since := one.stepping_since) is not None]
+        since, phase = steps[0] if steps else (time.monotonic(), host.hosted[0].role.phase)
+        return phase, since
 
     def run(self) -> None:
-        """Build the role and step it until told to stop; a failure is answered, not raised."""
+        """Build the roles and step them until told to stop; a failure is answered, not raised."""
+        hosted: list[Hosted] = []
         try:
-            self._host = Host([build(self._node, self._ends.open)], self._wait, self._ends.acknowledge)
+            for name, node in self._nodes.items():
+                hosted.append(build(node, self._ends[name].open))
+            self._host = Host(hosted, self._wait, self._acknowledge)
             self._engaged = None
             self._answer(Answer("built"))
             while self._obey(self._host):
@@ -173,8 +189,12 @@ class Worker:
         finally:
             if self._writing is not None:
                 self._writing.end(_WRITING_ENDS_S)
-            if self._host is not None:
-                self._host.hosted[0].role.close()
+            for one in hosted:
+                one.role.close()
+
+    def _acknowledge(self) -> None:
+        for own in self._ends.values():
+            own.acknowledge()
 
     def _obey(self, host: Host[Hosted]) -> bool:
         """Carry out what was commanded, and wait here unless the role is to run; returns whether to go on."""
@@ -195,7 +215,7 @@ class Worker:
         return True
 
     def _carry_out(self, host: Host[Hosted], name: Command, argument: str) -> Answer:
-        hosted, directory = host.hosted[0], Path(argument)
+        first, directory = host.hosted[0], Path(argument)
         if name == "run":
             self._running = True
         elif name == "pause" and self._running:
@@ -205,29 +225,30 @@ class Worker:
             self._round(host, 0.0)
         elif name == "step":
             self._round(host, 0.0)
-            status = hosted.status
+            status = first.status
             return Answer(name, status=replace(status, wake_on=()) if isinstance(status, Idle) else status)
         elif name == "report":
-            self._report = hosted.report()
-            return Answer(name, report=self._report)
+            return Answer(name, report=first.report())
         elif name == "save":
             try:
-                self._capture(hosted.role, directory)
+                self._capture(host.hosted, directory)
             except (CheckpointError, OSError) as error:  # the supervisor knows whether the run can do without
                 return Answer(name, str(error))
         elif name == "part":
-            hosted.role.state_dict()  # which is kept for the next life
+            first.role.state_dict()  # which is kept for the next life
         elif name == "restore":
-            self._ends.restore(directory, self._node.name)  # first: a role may look at its counters
-            hosted.role.load_state_dict(checkpoint.read_state(directory, self._node.name))
+            for owner, own in self._ends.items():  # first: a role may look at its counters
+                own.restore(directory, owner)
+            for one in host.hosted:
+                one.role.load_state_dict(checkpoint.read_state(directory, one.node.name))
         return Answer(name)
 
-    def _capture(self, role: Role, directory: Path) -> None:
-        """Take the role's state for a checkpoint; it is written beside its steps, and then that is answered."""
+    def _capture(self, hosted: Sequence[Hosted], directory: Path) -> None:
+        """Take the roles' states for a checkpoint; they are written beside the steps, and then that is answered."""
         if self._writing is not None:
             self._writing.end(_WRITING_ENDS_S)  # it has told how it ended, or was given up
-        states = [Captured(directory, self._node.name, role.state_dict())]
-        states.append(self._ends.capture(directory, self._node.name))
+        states = [Captured(directory, one.node.name, one.role.state_dict()) for one in hosted]
+        states += [own.capture(directory, owner) for owner, own in self._ends.items()]
         self._writing = PartWriting(states, lambda cause: self._answer(Answer("written", cause)))
 
     def _round(self, host: Host[Hosted], longest_wait: float) -> None:
@@ -235,10 +256,11 @@ class Worker:
         now = time.monotonic()
         if now >= self._report_due or host.done:
             self._report_due = now + _REPORT_S
-            self._report = host.hosted[0].report()
+            self._reports = [one.report() for one in host.hosted]
         if host.done and not self._told_done:
             self._told_done = True
-            self._answer(self._report)
+            for report in self.reports():
+                self._answer(report)
             self._answer(Answer("done"))
 
 

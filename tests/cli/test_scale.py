@@ -16,6 +16,7 @@ ROOM = {
     "elastic.max-learners": "2",
     "elastic.max-shards": "2",
     "network.input.normalize": "False",
+    "normalise-rewards": "False",
 }
 
 

@@ -97,9 +97,9 @@ def test_many_changes_with_many_kills(
     assert found.stored == found.sent if capacity > 8000 else found.stored > 0.7 * capacity
 
 
-def cut_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+def cut_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int, **changes: Any) -> None:
     """Cut a run that has grown to two shards, go on, let it grow and shrink, and check all that it ever did."""
-    run, directory = experiment(folder, 3600, **PARTS, **changes), folder / "run"
+    run, directory = experiment(folder, steps, **PARTS, **changes), folder / "run"
     operator = Operator(directory, (300, 2, ""))
 
     def placed(*arguments: Any) -> Any:
@@ -108,12 +108,12 @@ def cut_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: An
 
     def cut(metrics: dict[str, Any], stop: Callable[[], None]) -> None:
         operator.on_step(metrics, stop)
-        if metrics["env_steps"] >= 1200:
+        if operator.present:
             stop()
 
     monkeypatch.setattr(qfleet.session, "place", placed)
     api.train(run, run_dir=directory, callbacks=Callbacks(on_step=cut))
-    operator.wishes = [(1500, 3, "replay-1"), (2400, 1, "")]
+    operator.wishes = [(0, 3, "replay-1"), (0, 1, "")]
     again: list[list[int]] = []
 
     def go_on(metrics: dict[str, Any], stop: Callable[[], None]) -> None:
@@ -125,18 +125,19 @@ def cut_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: An
     assert operator.present == [[0, 1], [0, 1, 2], [0]]
     shards = [stored(run, directory, part) for part in range(3)]
     found = check(shards, journals(folder / "journal"), evicting=False)
-    assert found.sent > 3300
-    assert updates_of(directory) == pytest.approx((3600 - 200) / 8, rel=0.03)
+    assert found.sent > 0.9 * steps
+    assert updates_of(directory) == pytest.approx((steps - 200) / 8, rel=0.03)
 
 
 @pytest.mark.slow
 def test_a_run_that_grew_is_cut_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_and_resumed(tmp_path, monkeypatch)
+    cut_and_resumed(tmp_path, monkeypatch, 5000)
 
 
 @pytest.mark.slow
 def test_shards_come_and_go_on_ray(ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut_and_resumed(tmp_path, monkeypatch, placement="ray")
+    """The actors that become shards take seconds to begin, in which the run goes on."""
+    cut_and_resumed(tmp_path, monkeypatch, 40_000, placement="ray")
 
 
 @pytest.mark.slow

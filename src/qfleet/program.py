@@ -419,16 +419,17 @@ def place(
         lockstep=experiment.lockstep,
     )
     behind = (Actor.kind,)  # they take what cores there are; all others wait for each other
+    spawned = _spawned(experiment)
     if experiment.placement == "processes":
         from qfleet.runtime.processes import ProcessPlacement
 
-        spawned = _spawned(experiment)
         return ProcessPlacement(program.graph, spawn=spawned, threads=threads, background=behind, away=away, **revival)
     from qfleet.runtime.ray import RayPlacement
 
     return RayPlacement(
         program.graph,
         address=experiment.address,
+        spawn=spawned,
         threads=threads,
         background=behind,
         anywhere=() if experiment.lockstep else (Actor.kind,),

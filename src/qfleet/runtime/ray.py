@@ -1,4 +1,4 @@
-"""The placement for many machines: every role a Ray actor, edges in the shared memory of its node, all watched here.
+"""The placement for many machines: a Ray actor on each has the roles there as children, and all are watched here.
 
 Ray places, starts and ends processes, and carries what goes from node to node. It restarts nothing: a rebuilt empty
 actor is worse than a death, which is repaired here as in `processes`. Only the files `ray*.py` of this folder name ray.
@@ -16,7 +16,6 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from qfleet.core import failpoints
 from qfleet.core.errors import ConfigError, MissingExtra, RoleFailure
 from qfleet.core.protocols import Machine
 from qfleet.core.types import Notice
@@ -30,29 +29,31 @@ except ImportError as error:
 
 from qfleet.runtime import ray_cluster
 from qfleet.runtime.channels import Ports, StreamLevels, edge_stem, lay_out
+from qfleet.runtime.child import RoleSetup
+from qfleet.runtime.children import end_process
 from qfleet.runtime.comings import ComingsPlacement
 from qfleet.runtime.crossings import draw_map
 from qfleet.runtime.graph import Graph, Node, ends
 from qfleet.runtime.memory import RunFolder, attach
-from qfleet.runtime.ray_actors import RoleSetup, end_process
 from qfleet.runtime.ray_cluster import Site
-from qfleet.runtime.ray_hands import Hands
 from qfleet.runtime.ray_keepers import Keepers
-from qfleet.runtime.ray_life import ActorLife
+from qfleet.runtime.ray_life import RoleLife
+from qfleet.runtime.ray_stewards import Stewards
 from qfleet.runtime.reviving import Revival
 from qfleet.runtime.supervisor import Member
 from qfleet.runtime.worker import OpenEnds
 
 
 class RayPlacement(ComingsPlacement):
-    """Runs each node of a graph as a Ray actor, on the cluster at `address`, or on this machine if None.
+    """Runs each node of a graph in its own process, on the cluster at `address`, or on this machine if None.
 
     Kinds in `anywhere` may be on any node of the cluster, all others are on this one. Where nodes besides this one are
-    used, `rehearsal` must succeed there first, and their object stores must hold `in_flight` bytes. `threads` gives the
-    threads of torch and OpenMP by kind, one where not given; kinds in `background` leave a core to any other. Roles in
-    `away` are not begun yet. Those of kinds in `expendable` may be lost with their node: the run goes on without them.
-    Roles in `on_gpus` get a GPU, or a part of one; those of kinds in `anywhere` are only where there are `needs`. The
-    autoscaler of a cluster that was joined is asked for room for `wanted` of them, besides the others.
+    used, `rehearsal` must succeed there first, and their object stores must hold `in_flight` bytes. Kinds in `spawn`
+    must not be forked. `threads` gives the threads of torch and OpenMP by kind, one where not given; kinds in
+    `background` leave a core to any other. Roles in `away` are not begun yet. Those of kinds in `expendable` may be
+    lost with their node: the run goes on without them. Roles in `on_gpus` get a GPU, or a part of one, and are spawned;
+    those of kinds in `anywhere` are only where there are `needs`. The autoscaler of a cluster that was joined is asked
+    for room for `wanted` of them, besides the others.
     """
 
     name = "ray"
@@ -61,6 +62,7 @@ class RayPlacement(ComingsPlacement):
         self,
         graph: Graph,
         address: str | None = None,
+        spawn: Collection[str] = (),
         threads: Mapping[str, int] | None = None,
         background: Collection[str] = (),
         anywhere: Collection[str] = (),
@@ -80,7 +82,7 @@ class RayPlacement(ComingsPlacement):
         self._folder = RunFolder()
         self._keepers: list[Keepers] = [Keepers()]
         """Those of the nodes that were there first, then those of roles that came to other nodes."""
-        self._hands = Hands(sorted({node.build.__module__ for node in graph.nodes}))
+        self._stewards = Stewards(sorted({node.build.__module__ for node in graph.nodes}), self._kill)
         self._setups: dict[str, RoleSetup] = {}
         self._carrying = self._asked = False
         atexit.register(self.close)  # before Ray's own handler
@@ -96,12 +98,12 @@ class RayPlacement(ComingsPlacement):
             homes = {member.name: self._homes[member.name] for member in self.crew}
             gpus = ray_cluster.gpu_shares({name: home for name, home in homes.items() if name in on_gpus})
             roaming = {node.name: self._needs for node in graph.nodes if node.kind in anywhere}
-            self._hands.hire(homes, ray_cluster.cpu_shares(homes.values()), gpus, roaming)
-            self._set_up(self._lay_out(graph, others), payloads, threads or {}, background)
+            self._stewards.hire(homes, ray_cluster.cpu_shares(homes.values()), gpus, roaming)
+            spawned = {node.name for node in graph.nodes if node.kind in spawn or node.name in on_gpus}
+            self._set_up(self._lay_out(graph, others), payloads, threads or {}, background, spawned)
             self._mark_away()
             self._lives |= {name: self._begin(name) for name in homes}
             self._await("built")
-            self._hands.warm({home for name, home in homes.items() if name not in self._mortal})
         except BaseException:
             self.close()
             raise
@@ -120,6 +122,7 @@ class RayPlacement(ComingsPlacement):
         payloads: Mapping[str, bytes],
         threads: Mapping[str, int],
         background: Collection[str],
+        spawned: Collection[str],
     ) -> None:
         """Note what each role is told at its birth."""
         for node in self._graph.nodes:
@@ -127,8 +130,9 @@ class RayPlacement(ComingsPlacement):
             ports = self._ports[node.name] = Ports(folder)
             count, behind = threads.get(node.kind, 1), node.kind in background
             last_words = folder / f"{node.name}.last_words"
+            method = "spawn" if node.name in spawned else "forkserver"
             self._setups[node.name] = RoleSetup(
-                node.name, payloads[node.name], ports, count, behind, last_words, failpoints.wanted()
+                node.name, payloads[node.name], ports, method, count, behind, last_words
             )
 
     def _lay_out(self, graph: Graph, others: list[Site]) -> dict[Site, Path]:
@@ -161,11 +165,10 @@ class RayPlacement(ComingsPlacement):
 
     def _reached(self, member: Member) -> bool:
         life = self._lives.get(member.name)
-        return not isinstance(life, ActorLife) or life.reached
+        return not isinstance(life, RoleLife) or life.line.reached
 
-    def _begin(self, name: str) -> ActorLife:
-        home = self._homes[name]
-        return ActorLife(self._hands.take(name, home), self._setups[name], lambda pid: self._kill(home, pid))
+    def _begin(self, name: str) -> RoleLife:
+        return RoleLife(self._stewards.line(name, self._homes[name]), self._setups[name].birth())
 
     def _kill(self, home: Site, pid: int) -> None:
         """End a process of a node; with a node that is lost it is dead."""
@@ -176,11 +179,13 @@ class RayPlacement(ComingsPlacement):
 
     def _wait_for_news(self, seconds: float) -> None:
         attended = [call for keepers in self._keepers for call in keepers.attended()]
-        calls = [*attended, *(call for life in self._lives.values() for call in life.waitables())]
+        calls = [*attended, *(call for line in self._stewards.lines() for call in line.waitables())]
         if not calls:
             time.sleep(seconds)
             return
         ready, _ = ray.wait(calls, timeout=seconds)
+        for line in self._stewards.lines():
+            line.listen()
         for lost in dict.fromkeys(site for keepers in self._keepers for site in keepers.lost(ready)):
             self._lose(lost)
 
@@ -272,7 +277,7 @@ class RayPlacement(ComingsPlacement):
         if site != self._here and site not in self._homes.values():
             for keepers in [one for one in self._keepers if one.has(site)]:
                 keepers.leave(site)
-            self._hands.forget(site)
+            self._stewards.forget(site)
             self._dismiss_keepers()
 
     def _dismiss_keepers(self) -> None:
@@ -298,7 +303,7 @@ class RayPlacement(ComingsPlacement):
         for keepers in self._keepers:
             keepers.forget(site)
         self._dismiss_keepers()
-        self._hands.forget(site)
+        self._stewards.forget(site)
         for member in living:
             self._leaving.add(member.name)
             if member.name in self._lives:
@@ -310,7 +315,7 @@ class RayPlacement(ComingsPlacement):
     def _end(self) -> None:
         atexit.unregister(self.close)
         self._end_lives()
-        self._hands.dismiss()
+        self._stewards.dismiss()
         for keepers in self._keepers:
             keepers.close()
         self._folder.remove()

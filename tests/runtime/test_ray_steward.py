@@ -25,8 +25,7 @@ LONG_S = 60.0
 
 
 @pytest.fixture
-def steward(monkeypatch: pytest.MonkeyPatch) -> Iterator[Steward]:
-    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+def steward() -> Iterator[Steward]:
     made = Steward([], [])
     yield made
     for child in made._children.values():

@@ -7,12 +7,14 @@ What a child is told is bytes here, so that who only begins children imports lit
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
@@ -53,14 +55,17 @@ class Child:
         self.pid: int = self._process.pid
         self._last_words = birth.last_words
         self._built = False
-        self._deaf = False
         self._ended = False
         self._verdict = ""
+        self._watched: list[Any] = [self._control, self._process.sentinel]
+        self._poll = select.poll()  # one for all times: most children have nothing to say whenever one has
+        for item in self._watched:
+            self._poll.register(item, select.POLLIN)
 
     @property
-    def alive(self) -> bool:
-        """Whether its process lives."""
-        return bool(self._process.is_alive())
+    def gone(self) -> bool:
+        """Whether its process has ended, and everything that it said was heard."""
+        return self._process.sentinel not in self._watched
 
     def tell(self, command: Command, argument: str) -> None:
         """Send a command; a dead child is noticed by `hear`."""
@@ -69,25 +74,32 @@ class Child:
 
     def waitables(self) -> list[Any]:
         """Return what becomes readable when the child speaks or dies."""
-        return ([] if self._deaf else [self._control]) + ([] if self._ended else [self._process.sentinel])
+        return self._watched
 
     def hear(self) -> list[Answer | Report]:
         """Return what the child said, and that it died if it did without saying why."""
-        ended = not self._ended and not self.alive  # asked first: what it said before is then all there
+        if not self._poll.poll(0):
+            return []
+        dead = not self.gone and not self._process.is_alive()  # asked first: what it said before is then all there
         heard: list[Answer | Report] = []
         try:
-            while not self._deaf and self._control.poll():
+            while self._control in self._watched and self._control.poll():
                 heard.append(self._control.recv())
         except (EOFError, OSError):
-            self._deaf = True
+            self._unwatch(self._control)
         answers = {item.what for item in heard if isinstance(item, Answer)}
-        told = "failed" in answers
         self._built = self._built or "built" in answers
-        self._ended = self._ended or told
-        if ended and not told:
-            self._ended = True
-            heard.append(Answer("died", self._verdict or self._cause_of_death()))
+        told = self._ended or "failed" in answers
+        if dead:
+            self._unwatch(self._process.sentinel)
+            if not told:
+                heard.append(Answer("died", self._verdict or self._cause_of_death()))
+        self._ended = told or dead
         return heard
+
+    def _unwatch(self, item: Any) -> None:
+        self._watched.remove(item)
+        self._poll.unregister(item)
 
     def _cause_of_death(self) -> str:
         code: int | None = self._process.exitcode
@@ -98,7 +110,7 @@ class Child:
 
     def condemn(self, verdict: str) -> None:
         """Kill the process, which will be said to have died of this, unless it is dead already."""
-        if not self._ended and self.alive:
+        if not self._ended and self._process.is_alive():
             self._verdict = verdict
             self.kill()
 
@@ -120,6 +132,14 @@ class Child:
         with contextlib.suppress(ValueError):  # the forkserver hangs, so that nobody knows whether it is dead
             self._process.close()
         self._control.close()
+
+
+def wait_for(children: Iterable[Child], seconds: float, alarm: int | None = None) -> None:
+    """Wait until one of them has something to say or dies, or something comes to the alarm, at most so long."""
+    poll = select.poll()
+    for item in [*(item for child in children for item in child.waitables()), *([] if alarm is None else [alarm])]:
+        poll.register(item, select.POLLIN)
+    poll.poll(math.ceil(1e3 * seconds))
 
 
 def end_process(pid: int) -> None:

@@ -7,14 +7,13 @@ import os
 import pickle
 import socket
 from collections.abc import Collection, Mapping
-from multiprocessing import connection
 from typing import Unpack
 
 from qfleet.core.errors import ConfigError
 from qfleet.core.protocols import Machine
 from qfleet.runtime.channels import Ports, StreamLevels, lay_out
 from qfleet.runtime.child import RoleSetup
-from qfleet.runtime.children import Child, main_module_hidden, preload
+from qfleet.runtime.children import Child, main_module_hidden, preload, wait_for
 from qfleet.runtime.comings import ComingsPlacement
 from qfleet.runtime.graph import Graph, Node
 from qfleet.runtime.memory import RunFolder
@@ -85,7 +84,7 @@ class ProcessPlacement(ComingsPlacement):
         """Do nothing: all edges are here."""
 
     def _wait_for_news(self, seconds: float) -> None:
-        connection.wait([item for child in self._lives.values() for item in child.waitables()], seconds)
+        wait_for((child for child in self._lives.values() if isinstance(child, Child)), seconds)
 
     def _end(self) -> None:
         atexit.unregister(self.close)

@@ -303,7 +303,6 @@ class RayPlacement(ComingsPlacement):
         for keepers in self._keepers:
             keepers.forget(site)
         self._dismiss_keepers()
-        self._stewards.forget(site)
         for member in living:
             self._leaving.add(member.name)
             if member.name in self._lives:
@@ -311,6 +310,7 @@ class RayPlacement(ComingsPlacement):
             else:
                 self._due.pop(member.name, None)
                 self._leave(member)
+        self._stewards.forget(site)
 
     def _end(self) -> None:
         atexit.unregister(self.close)

@@ -83,10 +83,10 @@ class Line:
             try:
                 self._understand(ray.get(call))
             except ActorDiedError as error:
-                self._end(Answer("died", f"its Ray actor died: {_detail(error)}"))
+                self.end(Answer("died", f"its Ray actor died: {_detail(error)}"))
                 return
             except RayTaskError as error:
-                self._end(Answer("failed", str(error), trace=str(error)))
+                self.end(Answer("failed", str(error), trace=str(error)))
                 return
             except RayError:  # the call or its answer was lost: both may be said again
                 for life in self._lives.values():
@@ -107,7 +107,8 @@ class Line:
             if number in self._lives:
                 self._lives[number].receive(item)
 
-    def _end(self, answer: Answer) -> None:
+    def end(self, answer: Answer) -> None:
+        """Have all lives end with that: nothing will be heard of their steward any more."""
         self.lost = True
         for life in self._lives.values():
             life.receive(answer)
@@ -140,10 +141,6 @@ class RoleLife:
     def tell(self, command: Command, argument: str) -> None:
         """Send a command; that it is dead is noticed by `hear`."""
         self.line.order(self._number, (command, argument))
-
-    def waitables(self) -> list[Any]:
-        """Return the calls that are with the steward."""
-        return self.line.waitables()
 
     def hear(self) -> list[Answer | Report]:
         """Return what the role said, and that it died if it did without saying why."""

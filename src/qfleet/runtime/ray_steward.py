@@ -14,11 +14,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection
 
 from qfleet.core.protocols import Report
 from qfleet.runtime.answers import Answer, Command, failed
-from qfleet.runtime.children import Birth, Child, preload
+from qfleet.runtime.children import Birth, Child, preload, wait_for
 
 PATIENCE_S = 0.5
 """How long a call stays where it was made, when there is nothing to tell but reports."""
@@ -51,7 +50,6 @@ class Steward:
 
     def __init__(self, modules: Sequence[str], search_path: Sequence[str]) -> None:
         sys.path += [folder for folder in search_path if folder not in sys.path]
-        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # where the forkserver looks for modules
         preload(modules)
         self._children: dict[int, Child] = {}
         self._reports: dict[int, Report] = {}
@@ -101,27 +99,18 @@ class Steward:
             self._said += [(number, failed(error)), (number, Answer(GONE))]
 
     def _listen(self, seconds: float) -> None:
-        """Hear from those children that have something to say, waiting at most so long for the first."""
-        whose = {item: number for number, child in self._children.items() for item in child.waitables()}
-        ready = connection.wait([self._alarm, *whose], seconds)
-        if self._alarm in ready:
-            self._silence()
-        for number in dict.fromkeys(whose[item] for item in ready if item is not self._alarm):
-            self._hear(number, self._children[number])
-
-    def _hear(self, number: int, child: Child) -> None:
-        gone = not child.alive  # asked first: what it said before is then all there
-        for item in child.hear():
-            if isinstance(item, Report):
-                self._reports[number] = item
-            else:
-                self._said.append((number, item))
-        if gone:
-            child.kill()  # what it has started
-            child.release()
-            self._said.append((number, Answer(GONE)))
-            del self._children[number]
-
-    def _silence(self) -> None:
+        """Hear from all children, waiting at most so long for the first that has something to say."""
+        wait_for(self._children.values(), seconds, self._alarm.fileno())
         with contextlib.suppress(BlockingIOError):
             self._alarm.recv(4096)
+        for number, child in list(self._children.items()):
+            for item in child.hear():
+                if isinstance(item, Report):
+                    self._reports[number] = item
+                else:
+                    self._said.append((number, item))
+            if child.gone:
+                child.kill()  # what it has started
+                child.release()
+                del self._children[number]
+                self._said.append((number, Answer(GONE)))

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from qfleet.runtime import ray_cluster
+from qfleet.runtime.answers import Answer
 from qfleet.runtime.ray_cluster import Site
 from qfleet.runtime.ray_keepers import make_actor
 from qfleet.runtime.ray_life import Line
@@ -50,9 +51,8 @@ class Stewards:
                 all_of_it[resource] = all_of_it.get(resource, 0.0) + amount
         for place, resources in wanted.items():
             self._lines[place] = self._make(place, resources)
-        ray_cluster.require_started(
-            {" and ".join(self._of(place, homes)): line.steward for place, line in self._lines.items()}
-        )
+        started = {name: self._lines[self._place(name, home)].steward for name, home in homes.items()}
+        ray_cluster.require_started(started)
 
     def line(self, name: str, home: Site) -> Line:
         """Return the line to the steward of a role on a node, who lives as far as is known."""
@@ -66,9 +66,11 @@ class Stewards:
         return list(self._lines.values())
 
     def forget(self, site: Site) -> None:
-        """Have nobody on a node any more."""
+        """Have nobody on a node any more; what lives there is dead."""
         for place in [place for place in self._lines if place[0] == site]:
-            ray.kill(self._lines.pop(place).steward)
+            line = self._lines.pop(place)
+            ray.kill(line.steward)
+            line.end(Answer("died", f"{site.name} was given up"))
 
     def dismiss(self) -> None:
         """End all of them."""
@@ -77,9 +79,6 @@ class Stewards:
 
     def _place(self, name: str, home: Site) -> tuple[Site, str]:
         return home, name if self._gpus.get(name) else ""
-
-    def _of(self, place: tuple[Site, str], homes: Mapping[str, Site]) -> list[str]:
-        return [name for name, home in homes.items() if self._place(name, home) == place]
 
     def _make(self, place: tuple[Site, str], resources: Mapping[str, float]) -> Line:
         site, role = place

@@ -42,9 +42,6 @@ class Life(Protocol):
     def tell(self, command: Command, argument: str) -> None:
         """Send a command; that it is dead is noticed by `hear`."""
 
-    def waitables(self) -> list[Any]:
-        """Return what its placement can wait on until it speaks or dies."""
-
     def hear(self) -> list[Answer | Report]:
         """Return what it said, and that it died if it did without saying why."""
 

@@ -40,7 +40,7 @@ def birth(folder: Path) -> Birth:
     return RoleSetup(node.name, _payload(node), Ports(folder), "forkserver", 1, False, folder / "words").birth()
 
 
-def whats(said: Said) -> list[tuple[int, str]]:
+def told(said: Said) -> list[tuple[int, str]]:
     return [(number, answer.what) for number, answer in said.answers]
 
 
@@ -58,18 +58,18 @@ def test_what_children_say_is_said_until_it_is_known_and_a_death_ends_with_it(st
     said = steward.talk({0: (4, birth(tmp_path))}, 0, LONG_S)
     while not said.answers:
         said = steward.talk({}, 0, LONG_S)
-    assert (said.first, whats(said)) == (0, [(4, "built")])
-    assert whats(steward.talk({}, 0, 0.0)) == [(4, "built")], "the answer may have been lost"
+    assert (said.first, told(said)) == (0, [(4, "built")])
+    assert told(steward.talk({}, 0, 0.0)) == [(4, "built")], "the answer may have been lost"
     os.kill(said.pids[4], signal.SIGKILL)
     said = steward.talk({}, 1, LONG_S)
-    assert (said.first, whats(said)) == (1, [(4, "died"), (4, GONE)])
+    assert (said.first, told(said)) == (1, [(4, "died"), (4, GONE)])
     assert said.answers[0][1].cause.startswith("its process was killed by SIGKILL")
     assert steward.talk({1: (4, ("run", ""))}, 3, 0.0).pids == {}, "nobody is there to be told"
 
 
 def test_a_child_that_cannot_be_begun_fails_alone(steward: Steward) -> None:
     said = steward.talk({0: (1, Birth("actor-0", "no_such_method", Path("nowhere"), b""))}, 0, LONG_S)
-    assert whats(said) == [(1, "failed"), (1, GONE)]
+    assert told(said) == [(1, "failed"), (1, GONE)]
     assert "no_such_method" in said.answers[0][1].cause
 
 

@@ -314,6 +314,9 @@ class RayPlacement(ComingsPlacement):
 
     def _end(self) -> None:
         atexit.unregister(self.close)
+        if not ray.is_initialized():  # all has ended with it, and to ask would start another one
+            self._folder.remove()
+            return
         self._end_lives()
         self._stewards.dismiss()
         for keepers in self._keepers:

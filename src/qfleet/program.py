@@ -425,10 +425,10 @@ def place(
     )
     behind = (Actor.kind,)  # they take what cores there are; all others wait for each other
     shared = {ReplayShard.kind: shards or experiment.replay.shards}
+    spawned = _spawned(experiment)
     if experiment.placement == "processes":
         from qfleet.runtime.processes import ProcessPlacement
 
-        spawned = _spawned(experiment)
         return ProcessPlacement(
             program.graph, spawn=spawned, threads=threads, background=behind, away=away, shared=shared, **revival
         )
@@ -437,6 +437,7 @@ def place(
     return RayPlacement(
         program.graph,
         address=experiment.address,
+        spawn=spawned,
         threads=threads,
         background=behind,
         anywhere=() if experiment.lockstep else (Actor.kind,),

@@ -40,7 +40,7 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-RAY = [f"runtime/ray{part}.py" for part in ("", "_actors", "_calls", "_cluster", "_hands", "_keepers", "_life")]
+RAY = [f"runtime/ray{part}.py" for part in ("", "_calls", "_cluster", "_keeper", "_keepers", "_life", "_stewards")]
 
 
 def test_ray_is_named_in_the_files_of_its_placement():
@@ -49,7 +49,7 @@ def test_ray_is_named_in_the_files_of_its_placement():
 
 def test_multiprocessing_is_named_in_two_files():
     users = {str(f.relative_to(SOURCE)) for f in FILES if "multiprocessing" in imported(f)}
-    assert users <= {"runtime/processes.py", "runtime/channels.py"}
+    assert users == {"runtime/child.py", "runtime/children.py"}
 
 
 def test_tyro_and_rich_are_named_in_the_command_line_only():
@@ -60,7 +60,7 @@ def test_tyro_and_rich_are_named_in_the_command_line_only():
 def test_nothing_a_user_passes_is_unpickled():
     """Pickle moves our own classes between our own processes; no other file names it, and torch.load is never used."""
     users = {str(f.relative_to(SOURCE)) for f in FILES if imported(f) & {"pickle", "cloudpickle", "dill", "joblib"}}
-    assert users <= {"runtime/processes.py", *RAY, "envs/nursery.py"}
+    assert users <= {"runtime/child.py", "runtime/processes.py", *RAY, "envs/nursery.py"}
     dangerous = re.compile(r"(?<!safetensors\.)torch\.(load|save)\(|allow_pickle=True|yaml\.(unsafe_)?load\(")
     assert not [f for f in FILES if dangerous.search(f.read_text())]
 

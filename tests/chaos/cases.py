@@ -149,7 +149,7 @@ def case(seed: int) -> Case:
     faults = (KILLS, POINTS, LOSS if on_ray else KILLS, PAUSES)[seed // len(RUNS) % 4]
     if faults == POINTS:
         return Case(seed, run, faults, 2500, 0, ",".join(_points(rng, RUNS[run])))
-    if on_ray:  # a death costs seconds of a core there: the next spare imports torch
+    if on_ray:  # that of a steward costs seconds of a core: for the next one torch is imported anew
         return Case(seed, run, faults, _steps_on_ray(run, faults), int(rng.integers(5, 9)), "", between_s=(0.5, 8.0))
     return Case(seed, run, faults, 12_000, int(rng.integers(15, 25)), "")
 

@@ -61,7 +61,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 @pytest.fixture(params=[*HERE, pytest.param("ray", marks=pytest.mark.slow)])
 def place_slow_on_ray(request: pytest.FixtureRequest) -> Place:
-    """Every Ray actor imports torch anew, so that what other tests cover in part runs there in the long matrix."""
+    """Every run on Ray imports torch anew, so that what other tests cover in part runs there in the long matrix."""
     return find_place(request)
 
 
@@ -200,7 +200,7 @@ def check_failure(place: Place, fault: str, cause: str) -> None:
 def test_actor_whose_process_is_killed_is_one_failure_that_names_it(ray_session: None) -> None:
     from qfleet.runtime.ray import RayPlacement
 
-    check_failure(RayPlacement, "kill", "its Ray actor died")
+    check_failure(RayPlacement, "kill", "its process was killed by SIGKILL")
 
 
 def test_cut_run_goes_on_without_losing_or_repeating_a_message(place: Place, tmp_path: Path) -> None:

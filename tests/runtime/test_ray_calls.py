@@ -12,13 +12,14 @@ import pytest
 from toy_roles import kept_pipeline
 
 from qfleet.core.protocols import Report
+from qfleet.runtime.answers import Answer
 from qfleet.runtime.channels import lay_out
+from qfleet.runtime.children import Birth
 from qfleet.runtime.crossings import Depot, Imports, Parcel, Question
 from qfleet.runtime.graph import Graph
 from qfleet.runtime.latest import LatestPublisher, LatestSubscriber
 from qfleet.runtime.streams import StreamReceiver, StreamSender
 from qfleet.runtime.supervisor import SupervisedPlacement
-from qfleet.runtime.worker import Answer
 
 REPORT = Report("actor", 0, "running", {}, 0.0, {})
 LOST, PENDING = object(), object()
@@ -37,7 +38,7 @@ class Method:
 
 class Actor:
     def __init__(self, *said: Any) -> None:
-        self.live, self.talk = Method(None), Method(*said)
+        self.talk = Method(*said)
 
 
 @pytest.fixture(autouse=True)
@@ -63,16 +64,30 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "wait", wait)
 
 
-def said(obeyed: int = 0) -> Any:
-    from qfleet.runtime.ray_actors import Said
-
-    return Said(pid=7, obeyed=obeyed, first=0, answers=[], reports=[REPORT])
+BIRTH = Birth("actor-0", "forkserver", Path("nowhere"), b"")
 
 
-def life_of(actor: Actor) -> Any:
-    from qfleet.runtime.ray_life import ActorLife
+def said(obeyed: int = 1, answers: tuple[tuple[int, str], ...] = (), first: int = 0, **report: Any) -> Any:
+    """Return what a steward with one child may say, with a report of it."""
+    from qfleet.runtime.ray_steward import Said
 
-    return ActorLife(actor, None, lambda pid: None)
+    told = [(number, Answer(what)) for number, what in answers]
+    return Said(pid=7, obeyed=obeyed, first=first, answers=told, pids={1: 8}, **({"reports": [(1, REPORT)]} | report))
+
+
+class Driver:
+    """A driver with one steward and one role, its first child."""
+
+    def __init__(self, actor: Actor) -> None:
+        from qfleet.runtime.ray_life import Line, RoleLife
+
+        self.killed: list[int] = []
+        self.line = Line(actor, self.killed.append)
+        self.life = RoleLife(self.line, BIRTH)
+
+    def hear(self) -> list[Any]:
+        self.line.listen()
+        return self.life.hear()
 
 
 def insist(method: Method, *arguments: Any, **patience: float) -> Any:
@@ -100,21 +115,94 @@ def test_nobody_insists_on_the_dead_or_beyond_his_patience(name):
 
 def test_a_call_that_is_lost_is_no_silence_of_the_role():
     """Two losses in a row take Ray four seconds to tell, after which a role that is waited for was taken for dead."""
-    life = life_of(Actor(said(), LOST, LOST, PENDING))
-    assert life.hear() == [REPORT]
-    assert life.hear() == [REPORT]
-    assert life.hear() == [REPORT]
-    assert life.hear() == []
+    driver = Driver(Actor(said(), LOST, LOST, PENDING))
+    assert driver.hear() == [REPORT]
+    assert driver.hear() == [REPORT]
+    assert driver.hear() == [REPORT]
+    assert driver.hear() == []
 
 
 def test_a_command_has_reached_an_actor_when_it_said_so():
-    life = life_of(Actor(said(), LOST, said(obeyed=1), PENDING))
-    life.hear()
-    assert life.reached
-    life.tell("pause", "")
-    assert not life.reached
-    life.hear()
-    assert life.reached
+    driver = Driver(Actor(said(), LOST, said(obeyed=2), PENDING))
+    driver.hear()
+    assert driver.line.reached
+    driver.life.tell("pause", "")
+    assert not driver.line.reached
+    driver.hear()
+    driver.hear()
+    assert driver.line.reached
+
+
+def test_orders_go_together_and_again_until_they_are_confirmed():
+    actor = Actor(said(), PENDING, LOST, said(obeyed=3), PENDING)
+    driver = Driver(actor)
+    driver.hear()
+    driver.life.tell("run", "")
+    driver.life.tell("pause", "")
+    driver.hear()
+    driver.hear()
+    orders = [list(call[0]) for call in actor.talk.calls]
+    assert orders == [[0], [], [1, 2], [1, 2], []]
+
+
+def test_answers_are_heard_once_however_often_they_are_said():
+    twice = ((1, "built"), (1, "run"))
+    actor = Actor(said(answers=twice[:1]), said(answers=twice), said(answers=twice[1:], first=1), PENDING)
+    driver = Driver(actor)
+    heard = [item.what for _ in range(4) for item in driver.hear() if isinstance(item, Answer)]
+    assert heard == ["built", "run"]
+    assert [call[1] for call in actor.talk.calls] == [0, 1, 2, 2]
+
+
+def test_a_verdict_is_the_cause_of_death_and_who_failed_does_not_die_besides():
+    ends = ((1, "died"), (1, "gone"))
+    driver = Driver(Actor(said(), said(answers=ends), PENDING))
+    driver.hear()
+    driver.life.condemn("it hung")
+    assert driver.killed == [8]
+    assert [item for item in driver.hear() if isinstance(item, Answer)] == [Answer("died", "it hung")]
+    driver = Driver(Actor(said(answers=((1, "failed"), *ends)), PENDING))
+    assert [item.what for item in driver.hear() if isinstance(item, Answer)] == ["failed"]
+
+
+def test_one_that_is_condemned_before_its_process_is_known_is_killed_then():
+    driver = Driver(Actor(said(), PENDING))
+    driver.life.condemn("one of its group died")
+    assert driver.killed == []
+    driver.hear()
+    assert driver.killed == [8]
+
+
+def test_all_children_die_with_their_steward():
+    import ray.exceptions
+
+    from qfleet.runtime.ray_life import RoleLife
+
+    driver = Driver(Actor(said(), ray.exceptions.ActorDiedError()))
+    other = RoleLife(driver.line, BIRTH)
+    driver.hear()
+    driver.line.listen()
+    causes = [item.cause for life in (driver.life, other) for item in life.hear() if isinstance(item, Answer)]
+    assert [cause.split(":")[0] for cause in causes] == ["its Ray actor died"] * 2
+    assert driver.line.lost
+    driver.life.join(time.monotonic() + 60)  # which does not wait for the dead
+
+
+def test_a_steward_that_says_nothing_of_a_child_that_must_end_is_killed(monkeypatch):
+    import ray
+
+    clock, ended = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(ray, "kill", ended.append)
+    actor = Actor(said(), PENDING)
+    driver = Driver(actor)
+    driver.hear()
+    clock[0] = 30.0
+    driver.hear()
+    assert ended == []  # a role may work for long, and its steward with it
+    driver.life.condemn("it hung")
+    driver.hear()
+    assert (ended, driver.killed) == ([actor], [8, 7])
 
 
 class Pausing(SupervisedPlacement):
@@ -156,12 +244,12 @@ def test_an_answer_that_is_overdue_is_asked_for_again_once_the_role_has_spoken(m
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     spoken, silent = Actor(said(), PENDING), Actor(PENDING)
-    hear: list[Callable[[], Any]] = [life_of(actor).hear for actor in (spoken, silent)]
+    hear: list[Callable[[], Any]] = [Driver(actor).hear for actor in (spoken, silent)]
     for clock[0] in (0.1, 0.9, 1.2, 1.3):
         for each in hear:
             each()
     assert len(spoken.talk.calls) == 3
-    assert len(silent.talk.calls) == 1  # it may still import
+    assert len(silent.talk.calls) == 1  # it may still start
 
 
 class Asked:
@@ -181,7 +269,7 @@ class Asked:
 
 def test_messages_do_not_wait_for_a_value_that_ray_forgets_and_it_is_asked_for_again(tmp_path: Path) -> None:
     """A rank would stand still for a batch that has come to its node, behind weights that never do."""
-    from qfleet.runtime.ray_actors import Keeper
+    from qfleet.runtime.ray_keeper import Keeper
 
     here, there = tmp_path / "here", tmp_path / "there"
     for place in (here, there):

@@ -1,6 +1,6 @@
-"""What only a real Ray can get wrong: deaths of actors, warm spares, hung roles, two nodes, a node that is lost.
+"""What only a real Ray can get wrong: deaths of roles and of their steward, hung roles, two nodes, a node that is lost.
 
-Every actor imports torch anew, so that a test has several things happen to one placement.
+Every steward's forkserver imports torch anew, so that a test has several things happen to one placement.
 """
 
 from __future__ import annotations
@@ -57,25 +57,26 @@ def end(placement: Any, count: int) -> list[Incident]:
 
 
 def test_trap_16_actors_that_die_are_begun_anew_and_nothing_is_lost(ray_session: None, tmp_path: Path) -> None:
-    """By the system's hand, by Ray's, and just before a pause; what a dead role had started dies with it."""
+    """By the system's hand alone, by Ray's all at once, just before a pause; what a dead role had started dies, too."""
     import ray
 
     from qfleet.runtime.ray import RayPlacement
 
     placement = RayPlacement(kept_pipeline(300, pace_s=0.01, producer_fault="children"))
     advance_until(placement, lambda: metrics(placement)["kept_producer"].get("helper0", 0) > 0, "it has a child")
-    spare = next(iter(placement._hands._spares.values()))
     first = placement.pids()
     os.kill(first["kept_producer-0"], signal.SIGKILL)
     advance_until(placement, lambda: metrics(placement)["kept_producer"].get("helper1", 0) > 0, "it lives again")
-    assert placement._lives["kept_producer-0"].actor is spare
-    ray.kill(placement._lives["kept_consumer-0"].actor)
-    save(placement, tmp_path)
+    assert placement.pids()["kept_consumer-0"] == first["kept_consumer-0"]
     helpers = [int(metrics(placement)["kept_producer"][f"helper{life}"]) for life in (0, 1)]
+    ray.kill(placement._lives["kept_consumer-0"].line.steward)
+    save(placement, tmp_path)
     incidents = end(placement, 300)
-    assert [(one.role, one.life) for one in incidents] == [("kept_producer", 1), ("kept_consumer", 1)]
-    assert "its Ray actor died: " in incidents[0].cause
-    assert "killed by `ray.kill`" in incidents[1].cause
+    assert [(one.role, one.life) for one in incidents][:1] == [("kept_producer", 1)]
+    assert {(one.role, one.life) for one in incidents[1:]} == {("kept_producer", 2), ("kept_consumer", 1)}
+    assert incidents[0].cause.startswith("its process was killed by SIGKILL")
+    assert all("killed by `ray.kill`" in one.cause for one in incidents[1:])
+    assert len(incidents) == 3
     wait_until(lambda: not any(alive(pid) for pid in (*helpers, *first.values())), "nothing is left")
     again = RayPlacement(kept_pipeline(300, pace_s=0.001))
     again.restore(tmp_path)

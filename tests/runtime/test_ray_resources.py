@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,9 +17,13 @@ from qfleet.core.errors import ConfigError
 
 pytest.importorskip("ray")
 
-from qfleet.runtime import ray_cluster
+from qfleet.runtime import ray_cluster, ray_stewards
+from qfleet.runtime.answers import Answer
+from qfleet.runtime.children import Birth
 from qfleet.runtime.ray_cluster import Site, deal, gpu_shares
+from qfleet.runtime.ray_life import RoleLife
 from qfleet.runtime.ray_places import rank_site
+from qfleet.runtime.ray_stewards import Stewards
 
 ON_GPUS = """
 import json, os, signal, time
@@ -131,3 +137,54 @@ def test_roles_on_gpus_hold_them_and_get_them_again_after_a_death(gpus: int, fre
         "done": True,
         "deaths": 1,
     }
+
+
+class Made:
+    """What pretends to be Ray's: the actors that were asked for, with what they asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.killed: list[Any] = []
+        monkeypatch.setattr(ray_stewards, "make_actor", self._make)
+        monkeypatch.setattr(ray_cluster, "require_started", lambda actors: None)
+        monkeypatch.setattr(ray_stewards.ray, "kill", self.killed.append)
+
+    def _make(self, cls: Any, name: str, namespace: str, home: Site, **resources: Any) -> Any:
+        self.asked.append({"node": home.name, **resources})
+        return SimpleNamespace(remote=lambda *told: name)
+
+
+def test_the_roles_of_a_node_have_one_steward_with_what_they_ask_for_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, here, there = Made(monkeypatch), site("A", 1.0), site("B")
+    stewards = Stewards([], lambda home, pid: None)
+    homes = {"learner-0": here, "replay-0": here, "actor-0": there, "actor-1": there, "actor-2": there}
+    needs = {f"actor-{index}": {"emulator": 0.5} for index in range(3)}
+    stewards.hire(homes, {here: 0.3, there: 1.0}, {"learner-0": 1.0}, needs)
+    assert made.asked == [
+        {"node": "A", "num_cpus": 0.3, "num_gpus": 1.0, "resources": {}},
+        {"node": "A", "num_cpus": 0.3, "num_gpus": 0.0, "resources": {}},
+        {"node": "B", "num_cpus": 3.0, "num_gpus": 0.0, "resources": {"emulator": 1.0}},  # whole numbers beyond one
+    ]
+    assert stewards.line("actor-0", there) is stewards.line("actor-2", there)
+    assert stewards.line("learner-0", here) is not stewards.line("replay-0", here)
+
+
+def test_a_steward_is_made_anew_when_it_is_dead_and_takes_its_gpu_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, here = Made(monkeypatch), site("A", 1.0)
+    stewards = Stewards([], lambda home, pid: None)
+    stewards.hire({"learner-0": here}, {here: 0.5}, {"learner-0": 0.5}, {})
+    first = stewards.line("learner-0", here)
+    first.end(Answer("died"))
+    assert stewards.line("learner-0", here) is not first
+    assert made.asked[-1] == {"node": "A", "num_cpus": 0.0, "num_gpus": 0.5, "resources": {}}
+
+
+def test_who_lived_on_a_node_that_is_forgotten_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, there = Made(monkeypatch), site("B")
+    stewards = Stewards([], lambda home, pid: None)
+    stewards.hire({"actor-0": there}, {there: 1.0}, {}, {})
+    life = RoleLife(stewards.line("actor-0", there), Birth("actor-0", "forkserver", Path("nowhere"), b""))
+    life.condemn("B was lost")
+    stewards.forget(there)
+    assert (made.killed, stewards.lines()) == (["steward-1"], [])
+    assert life.hear() == [Answer("died", "B was lost")]

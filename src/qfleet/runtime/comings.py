@@ -15,6 +15,7 @@ from typing import Unpack
 from qfleet.core.protocols import Machine, Report
 from qfleet.core.role import Idle
 from qfleet.runtime import checkpoint, edgestates
+from qfleet.runtime.answers import Answer
 from qfleet.runtime.captured import Captured
 from qfleet.runtime.channels import edge_stem
 from qfleet.runtime.graph import Graph, Node, ends, open_handles
@@ -22,7 +23,7 @@ from qfleet.runtime.memory import RunFolder
 from qfleet.runtime.reviving import Revival, RevivingPlacement, end_all, kill_all
 from qfleet.runtime.streams import desert, hold
 from qfleet.runtime.supervisor import Member
-from qfleet.runtime.worker import Answer, OpenEnds
+from qfleet.runtime.worker import OpenEnds
 
 _DRAIN_S = 30.0
 """How long a group may take to use up what was sent to it before it is formed anew."""

@@ -1,4 +1,4 @@
-"""The placement for many machines: every role a Ray actor, edges in the shared memory of its node, all watched here.
+"""The placement for many machines: a Ray actor on each has the roles there as children, and all are watched here.
 
 Ray places, starts and ends processes, and carries what goes from node to node. It restarts nothing: a rebuilt empty
 actor is worse than a death, which is repaired here as in `processes`. Only the files `ray*.py` of this folder name ray.
@@ -16,7 +16,6 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from qfleet.core import failpoints, history
 from qfleet.core.errors import ConfigError, MissingExtra, RoleFailure
 from qfleet.core.protocols import Machine
 from qfleet.core.types import Notice
@@ -30,17 +29,18 @@ except ImportError as error:
 
 from qfleet.runtime import ray_cluster
 from qfleet.runtime.channels import Ports, StreamLevels, edge_stem, lay_out
+from qfleet.runtime.child import RoleSetup
+from qfleet.runtime.children import end_process
 from qfleet.runtime.comings import ComingsPlacement
 from qfleet.runtime.crossings import draw_map
 from qfleet.runtime.graph import Graph, Node, ends
 from qfleet.runtime.meeting import MeetingPlace
 from qfleet.runtime.memory import RunFolder, attach
-from qfleet.runtime.ray_actors import RoleSetup, end_process
 from qfleet.runtime.ray_cluster import Site
-from qfleet.runtime.ray_hands import Hands
 from qfleet.runtime.ray_keepers import Keepers
-from qfleet.runtime.ray_life import ActorLife
+from qfleet.runtime.ray_life import RoleLife
 from qfleet.runtime.ray_places import Grounds, rank_site, settle_down
+from qfleet.runtime.ray_stewards import Stewards
 from qfleet.runtime.reviving import Revival
 from qfleet.runtime.streams import catch_up, reopen
 from qfleet.runtime.supervisor import Member
@@ -51,16 +51,17 @@ _SILENCE_S = 0.5
 
 
 class RayPlacement(ComingsPlacement):
-    """Runs each node of a graph as a Ray actor, on the cluster at `address`, or on this machine if None.
+    """Runs each node of a graph in its own process, on the cluster at `address`, or on this machine if None.
 
     Kinds in `anywhere` may be on any node of the cluster, all others are on this one. Where nodes besides this one are
-    used, `rehearsal` must succeed there first, and their object stores must hold `in_flight` bytes. `threads` gives the
-    threads of torch and OpenMP by kind, one where not given; kinds in `background` leave a core to any other. Roles in
-    `away` are not begun yet, those of kinds in `shared` are in so many processes. Those of kinds in `expendable` may be
-    lost with their node: the run goes on without them. Roles in `on_gpus` get a GPU, or a part of one; those of kinds
-    in `anywhere` are only where there are `needs`. The autoscaler of a cluster that was joined is asked for room for
-    `wanted` of them, besides the others. Of groups whose kinds are in `across` all but the first role may be on other
-    nodes, where this one has no room, and in their next lives elsewhere when their node is lost.
+    used, `rehearsal` must succeed there first, and their object stores must hold `in_flight` bytes. Kinds in `spawn`
+    must not be forked. `threads` gives the threads of torch and OpenMP by kind, one where not given; kinds in
+    `background` leave a core to any other. Roles in `away` are not begun yet, those of kinds in `shared` are in so many
+    processes. Those of kinds in `expendable` may be lost with their node: the run goes on without them. Roles in
+    `on_gpus` get a GPU, or a part of one, and are spawned; those of kinds in `anywhere` are only where there are
+    `needs`. The autoscaler of a cluster that was joined is asked for room for `wanted` of them, besides the others. Of
+    groups whose kinds are in `across` all but the first role may be on other nodes, where this one has no room, and in
+    their next lives elsewhere when their node is lost.
     """
 
     name = "ray"
@@ -69,6 +70,7 @@ class RayPlacement(ComingsPlacement):
         self,
         graph: Graph,
         address: str | None = None,
+        spawn: Collection[str] = (),
         threads: Mapping[str, int] | None = None,
         background: Collection[str] = (),
         anywhere: Collection[str] = (),
@@ -93,7 +95,7 @@ class RayPlacement(ComingsPlacement):
         self._folder = RunFolder()
         self._keepers: list[Keepers] = [Keepers()]
         """Those of the nodes that were there first, then those of roles that came to other nodes."""
-        self._hands = Hands(sorted({node.build.__module__ for node in graph.nodes}))
+        self._stewards = Stewards(sorted({node.build.__module__ for node in graph.nodes}), self._kill)
         self._setups: dict[str, RoleSetup] = {}
         self._carrying = self._asked = False
         atexit.register(self.close)  # before Ray's own handler
@@ -111,12 +113,12 @@ class RayPlacement(ComingsPlacement):
             homes = {member.name: self._homes[member.name] for member in self.crew}
             gpus = ray_cluster.gpu_shares({name: home for name, home in self._homes.items() if name in self._on_gpus})
             roaming = {node.name: self._needs for node in graph.nodes if node.kind in anywhere}
-            self._hands.hire(homes, ray_cluster.cpu_shares(homes.values()), gpus, roaming)
-            self._set_up(self._lay_out(graph, others), threads or {}, background)
+            self._stewards.hire(homes, ray_cluster.cpu_shares(homes.values()), gpus, roaming)
+            spawned = {node.name for node in graph.nodes if node.kind in spawn or node.name in self._on_gpus}
+            self._set_up(self._lay_out(graph, others), threads or {}, background, spawned)
             self._mark_away()
             self._lives |= {name: self._begin(name) for name in homes}
             self._await("built")
-            self._hands.warm({home for name, home in homes.items() if name not in self._mortal})
         except BaseException:
             self.close()
             raise
@@ -134,6 +136,7 @@ class RayPlacement(ComingsPlacement):
         folders: Mapping[Site, Path],
         threads: Mapping[str, int],
         background: Collection[str],
+        spawned: Collection[str],
     ) -> None:
         """Note what each role is told at its birth."""
         for node in self._graph.nodes:
@@ -141,9 +144,8 @@ class RayPlacement(ComingsPlacement):
             ports = self._ports[node.name] = Ports(folder)
             count, behind = threads.get(node.kind, 1), node.kind in background
             last_words = folder / f"{node.name}.last_words"
-            self._setups[node.name] = RoleSetup(
-                node.name, (), ports, count, behind, last_words, failpoints.wanted(), history.wanted()
-            )
+            method = "spawn" if node.name in spawned else "forkserver"
+            self._setups[node.name] = RoleSetup(node.name, (), ports, method, count, behind, last_words)
 
     def _lay_out(self, graph: Graph, others: list[Site]) -> dict[Site, Path]:
         """Make all edges; returns where those of each node are."""
@@ -175,15 +177,14 @@ class RayPlacement(ComingsPlacement):
 
     def _reached(self, member: Member) -> bool:
         life = self._lives.get(member.name)
-        return not isinstance(life, ActorLife) or life.reached
+        return not isinstance(life, RoleLife) or life.line.reached
 
-    def _begin(self, name: str) -> ActorLife:
-        home = self._homes[name]
+    def _begin(self, name: str) -> RoleLife:
         if self._nodes[name].kind in self._across:
             self._ports[name].meeting = self._meet(name)
         payloads = tuple(self._payloads[node.name] for node in self._housed(name))
         setup = dataclasses.replace(self._setups[name], payloads=payloads)
-        return ActorLife(self._hands.take(name, home), setup, lambda pid: self._kill(home, pid))
+        return RoleLife(self._stewards.line(name, self._homes[name]), setup.birth())
 
     def _meet(self, name: str) -> str:
         """Return where a role's group meets; empty where all of it is on this node, so that nothing listens beyond."""
@@ -222,11 +223,13 @@ class RayPlacement(ComingsPlacement):
 
     def _wait_for_news(self, seconds: float) -> None:
         attended = [call for keepers in self._keepers for call in keepers.attended()]
-        calls = [*attended, *(call for life in self._lives.values() for call in life.waitables())]
+        calls = [*attended, *(call for line in self._stewards.lines() for call in line.waitables())]
         if not calls:
             time.sleep(seconds)
             return
         ready, _ = ray.wait(calls, timeout=seconds)
+        for line in self._stewards.lines():
+            line.listen()
         for lost in dict.fromkeys(site for keepers in self._keepers for site in keepers.lost(ready)):
             self._lose(lost)
 
@@ -271,11 +274,6 @@ class RayPlacement(ComingsPlacement):
             self._grounds.unfit.add(site.id)
             return False
         return True
-
-    def share(self, kind: str, size: int) -> bool:
-        """Have the roles of a kind in so many processes; returns False until there are actors for them."""
-        names = [f"{kind}-{index}" for index in range(size)]
-        return self._hands.prepared(names, self._here) and super().share(kind, size)
 
     def _house(self, names: Sequence[str], site: Site) -> bool:
         """Make the edges of roles on a node where they are to be; returns False if it is not fit, or lost meanwhile."""
@@ -374,7 +372,7 @@ class RayPlacement(ComingsPlacement):
         if site != self._here and site not in self._homes.values():
             for keepers in [one for one in self._keepers if one.has(site)]:
                 keepers.leave(site)
-            self._hands.forget(site)
+            self._stewards.forget(site)
             self._dismiss_keepers()
 
     def _dismiss_keepers(self) -> None:
@@ -400,7 +398,6 @@ class RayPlacement(ComingsPlacement):
         for keepers in self._keepers:
             keepers.forget(site)
         self._dismiss_keepers()
-        self._hands.forget(site)
         for member in living:
             if member.report.kind in self._across and member.name not in self._leaving:
                 self._move(member, site)
@@ -411,6 +408,7 @@ class RayPlacement(ComingsPlacement):
             else:
                 self._due.pop(member.name, None)
                 self._leave(member)
+        self._stewards.forget(site)
 
     def _move(self, member: Member, lost: Site) -> None:
         """Let a role of a group, whose node was lost, be on another one from its next life on."""
@@ -432,8 +430,11 @@ class RayPlacement(ComingsPlacement):
 
     def _end(self) -> None:
         atexit.unregister(self.close)
+        if not ray.is_initialized():  # all has ended with it, and to ask would start another one
+            self._folder.remove()
+            return
         self._end_lives()
-        self._hands.dismiss()
+        self._stewards.dismiss()
         for keepers in self._keepers:
             keepers.close()
         self._folder.remove()

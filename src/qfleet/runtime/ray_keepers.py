@@ -15,9 +15,9 @@ from ray.exceptions import ActorDiedError, RayError
 from qfleet.runtime import ray_cluster
 from qfleet.runtime.crossings import Map
 from qfleet.runtime.graph import Graph
-from qfleet.runtime.ray_actors import Keeper
 from qfleet.runtime.ray_calls import insist
 from qfleet.runtime.ray_cluster import Site
+from qfleet.runtime.ray_keeper import Keeper
 
 _CALLS = 16
 """How many calls an actor answers at the same time: the driver's, and those of other nodes' keepers."""

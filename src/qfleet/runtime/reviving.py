@@ -14,6 +14,7 @@ from qfleet.core import failpoints
 from qfleet.core.protocols import Report
 from qfleet.core.types import Notice
 from qfleet.runtime import checkpoint
+from qfleet.runtime.answers import Answer, Command
 from qfleet.runtime.channels import Ports, StreamLevels, edge_stem
 from qfleet.runtime.graph import Graph, Node, ends, open_handles
 from qfleet.runtime.groups import Groups
@@ -21,7 +22,7 @@ from qfleet.runtime.restarts import Restarts
 from qfleet.runtime.streams import desert
 from qfleet.runtime.supervisor import Member, SupervisedPlacement
 from qfleet.runtime.watchdog import Standstill, Watchdog
-from qfleet.runtime.worker import Answer, Command, OpenEnds
+from qfleet.runtime.worker import OpenEnds
 
 STOP_S, KILL_S = 5.0, 5.0
 """How long a life may take to close its role, and to be gone after it was killed."""
@@ -40,9 +41,6 @@ class Life(Protocol):
 
     def tell(self, command: Command, argument: str) -> None:
         """Send a command; that it is dead is noticed by `hear`."""
-
-    def waitables(self) -> list[Any]:
-        """Return what its placement can wait on until it speaks or dies."""
 
     def hear(self) -> list[Answer | Report]:
         """Return what it said, and that it died if it did without saying why."""

@@ -15,9 +15,9 @@ from qfleet.core.errors import CheckpointError, ConfigError, RoleFailure
 from qfleet.core.protocols import Incident, Report
 from qfleet.core.role import WORKED, Status
 from qfleet.core.types import Notice
+from qfleet.runtime.answers import Answer, Command
 from qfleet.runtime.graph import Graph, Node
 from qfleet.runtime.host import Host
-from qfleet.runtime.worker import Answer, Command
 from qfleet.runtime.writing import CrewWriting
 
 _LISTEN_S = 0.1

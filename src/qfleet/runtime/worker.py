@@ -8,66 +8,31 @@ import contextlib
 import faulthandler
 import os
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from qfleet.core.errors import CheckpointError, QfleetError, RoleFailure
+from qfleet.core.errors import CheckpointError
 from qfleet.core.protocols import Report
-from qfleet.core.role import WORKED, Idle, Status
+from qfleet.core.role import Idle
 from qfleet.runtime import checkpoint, edgestates
+from qfleet.runtime.answers import Answer, Command, failed
 from qfleet.runtime.captured import Captured
 from qfleet.runtime.graph import End, Node
 from qfleet.runtime.host import Host, Hosted, Wait, build
 from qfleet.runtime.writing import PartWriting
 
-Command = Literal["run", "pause", "step", "report", "save", "restore", "part", "stop"]
-
 _LONGEST_WAIT_S = 1.0
 _REPORT_S = 0.2
 """How old the metrics of a working role may get."""
-_CALLS = 3
-"""How many calls are told of a process that crashed."""
 _WRITING_ENDS_S = 3.0
 """How long a part of a checkpoint that is not wanted any more may take to end."""
 _BACKGROUND = 10
 """How nice processes in the background are to the others."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a worker tells its supervisor: a command carried out, "built", "written", "done", "failed" or "died"."""
-
-    what: str
-    cause: str = ""
-    """Of a failure, or of a state that could not be written: what a person reads."""
-    exit_code: int = 0
-    """Of a failure: that of the error, so that a mistake of the user's stays one."""
-    trace: str = ""
-    """Of a failure: where it happened."""
-    status: Status = WORKED
-    """Of a step in lock-step: what it returned; the handles to wait on stay here."""
-    report: Report | None = None
-    """Of a report that was asked for."""
-    lost: bool = False
-    """Of a failure: whether somebody whom it worked with was gone."""
-
-
-def failed(error: Exception) -> Answer:
-    """Return the answer that tells of an error."""
-    trace = "".join(traceback.format_exception(error))
-    if isinstance(error, RoleFailure):
-        lost = isinstance(error.__cause__, ConnectionError)
-        return Answer("failed", error.cause, error.exit_code, trace, lost=lost)
-    if isinstance(error, QfleetError):
-        return Answer("failed", str(error), error.exit_code, trace)
-    cause, lost = f"{type(error).__name__}: {error}", isinstance(error, ConnectionError)
-    return Answer("failed", cause, QfleetError.exit_code, trace, lost=lost)
 
 
 class OpenEnds:
@@ -279,14 +244,6 @@ def note_last_words(path: Path) -> None:
     """Have a crash of this process write down where it was."""
     with contextlib.suppress(OSError):  # the run has ended meanwhile
         faulthandler.enable(path.open("w"), all_threads=False)
-
-
-def last_words(path: Path) -> str:
-    """Return where a process was when it crashed, its innermost calls; empty if it did not say."""
-    with contextlib.suppress(OSError):
-        calls = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.startswith("  File ")]
-        return f"; it was at {', called from '.join(calls[:_CALLS])}" if calls else ""
-    return ""
 
 
 def set_threads(count: int) -> None:

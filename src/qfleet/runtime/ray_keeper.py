@@ -1,162 +1,34 @@
-"""What runs in Ray actors: a role with its worker, and the keeper of what outlives the roles of a node."""
+"""What runs in a Ray actor on every node, where there are several: the keeper of what outlives the roles there."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import os
 import select
-import signal
-import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
-from ray import cloudpickle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
-from qfleet.core import failpoints, history
-from qfleet.core.protocols import Report
-from qfleet.core.waiting import Waiter
-from qfleet.runtime.channels import Ports, edge_stem, lay_out
+from qfleet.runtime.channels import edge_stem, lay_out
+from qfleet.runtime.children import end_process
 from qfleet.runtime.crossings import Depot, Imports, Parcel, Question
 from qfleet.runtime.graph import Graph
 from qfleet.runtime.memory import RunFolder, attach
 from qfleet.runtime.ray_calls import AGAIN_S, insist
 from qfleet.runtime.streams import read_level
-from qfleet.runtime.worker import (
-    Answer,
-    Command,
-    Worker,
-    be_nice,
-    failed,
-    name_process,
-    note_last_words,
-    set_threads,
-)
 
-PATIENCE_S = 0.5
-"""How long a call stays where it was made, when there is nothing to tell."""
-_STOP_S = 5.0
+_PATIENCE_S = 1.0
+"""How long a question stays where it was asked, when there is nothing to tell."""
+_LOOK_S = 0.5
+"""How often a thread looks whether the run is over."""
 _TRANSFER_S, _LONGEST_TRANSFER_S = 5.0, 300.0
 """How long what another node sends may be on its way at first, and at most, before it is asked for again."""
-
-
-@dataclass(frozen=True)
-class RoleSetup:
-    """What an actor is told when it becomes a role; the same in every life, but for its ports, and where roles share
-    processes."""
-
-    name: str
-    payloads: tuple[bytes, ...]
-    """The roles that it is."""
-    ports: Ports
-    threads: int
-    background: bool
-    last_words: Path
-    faults: str
-    history: str
-
-
-@dataclass(frozen=True)
-class Said:
-    """What a role's actor tells its driver."""
-
-    pid: int
-    obeyed: int
-    """How many commands it has passed on."""
-    first: int
-    """The number of the first of the answers."""
-    answers: list[Answer]
-    reports: list[Report]
-
-
-class RoleActor:
-    """A process with everything imported that becomes one role once, for one life of it."""
-
-    def __init__(self, modules: Sequence[str], search_path: Sequence[str]) -> None:
-        sys.path += [folder for folder in search_path if folder not in sys.path]
-        for module in modules:
-            importlib.import_module(module)
-        self._said: list[Answer] = []
-        self._news = threading.Condition()
-        self._obeyed = self._calls = 0
-        self._worker: Worker | None = None
-        self._host: threading.Thread | None = None
-        self._alarm, self._ring = socket.socketpair()
-
-    def ready(self) -> None:
-        """Return when everything is imported."""
-
-    def live(self, setup: RoleSetup) -> None:
-        """Become a role; its steps wait for a command. A second call, by a carrier that lost a reply, does nothing."""
-        with self._news:
-            if self._host is None:
-                self._host = threading.Thread(target=self._run, args=(setup,), name="host", daemon=True)
-                self._host.start()
-
-    def talk(self, orders: Mapping[int, tuple[Command, str]], known: int, patience: float) -> Said:
-        """Obey numbered commands, each once and in order; return what was said beyond the first `known` answers.
-
-        Waits so many seconds for that, or until it is called again: one call at a time is enough to hear everything.
-        Where there was a command, it says at once that it came.
-        """
-        with self._news:
-            self._calls, before = self._calls + 1, self._obeyed
-            call = self._calls
-            self._news.notify_all()
-            while self._worker is not None and self._obeyed in orders:
-                self._worker.command(*orders[self._obeyed])
-                self._obeyed += 1
-                self._ring.send(b"!")
-            if self._obeyed == before:
-                self._news.wait_for(lambda: len(self._said) > known or self._calls > call, patience)
-            reports = self._worker.reports() if self._worker else []
-            return Said(os.getpid(), self._obeyed, known, self._said[known:], reports)
-
-    def finish(self) -> None:
-        """Wait for the role to have closed."""
-        if self._host:
-            self._host.join(_STOP_S)
-
-    def _run(self, setup: RoleSetup) -> None:
-        name_process(setup.name)
-        set_threads(setup.threads)
-        note_last_words(setup.last_words)
-        if setup.background:
-            be_nice()
-        failpoints.arm(setup.faults, setup.name, setup.ports.life)
-        history.begin(setup.history, setup.name, setup.ports.life)
-        try:
-            nodes = [cloudpickle.loads(payload) for payload in setup.payloads]
-        except Exception as error:
-            self._say(failed(error))
-            return
-        worker = Worker(nodes, setup.ports.open, self._waiting(), self._say)
-        with self._news:
-            self._worker = worker
-        worker.run()
-
-    def _waiting(self) -> Any:
-        waiter, alarm = Waiter(self._alarm), self._alarm
-
-        def wait(waitables: Sequence[Any], seconds: float | None) -> None:
-            if waiter.wait(waitables, seconds):
-                alarm.recv(1)
-
-        return wait
-
-    def _say(self, what: Answer | Report) -> None:
-        with self._news:
-            if isinstance(what, Answer):
-                self._said.append(what)
-                self._news.notify_all()
 
 
 class Keeper:
@@ -293,7 +165,7 @@ class Keeper:
         """Ask one node again and again; a call that is lost is made anew, a dead node is named by the driver."""
         while not self._closed.is_set():
             try:
-                self._ask(source, 2 * PATIENCE_S)
+                self._ask(source, _PATIENCE_S)
             except ActorDiedError:
                 return
             except RayError:
@@ -305,15 +177,9 @@ class Keeper:
             poll, bells = select.poll(), [entry.bell for entry in list(self._depot.entries.values())]
             for bell in bells:
                 poll.register(bell, select.POLLIN)
-            if poll.poll(1e3 * PATIENCE_S):
+            if poll.poll(1e3 * _LOOK_S):
                 for bell in bells:
                     bell.silence()
                 for source in self._sources:
                     with contextlib.suppress(RayError):
                         self._ask(source, 0.0)
-
-
-def end_process(pid: int) -> None:
-    """Kill a process that leads its group, and what is left of the group if it is dead."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,182 @@
+"""Processes of roles, as who begins them holds them: born by a forkserver that has imported torch, or spawned.
+
+A preloaded child takes 0.01 s, any other one 4 s. Children never run the user's main module: a script needs no guard.
+What a child is told is bytes here, so that who only begins children imports little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from qfleet.core.protocols import Report
+from qfleet.runtime.answers import Answer, Command, last_words
+
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a run to end."""
+
+
+@dataclass(frozen=True)
+class Birth:
+    """What it takes to begin a child."""
+
+    name: str
+    method: str
+    """`forkserver`, or `spawn` for a process that never forked (CUDA)."""
+    last_words: Path
+    """Where a crash writes what the process was doing."""
+    told: bytes
+    """What is for the child alone."""
+
+
+class Child:
+    """One life of a role's process, as who began it holds it."""
+
+    def __init__(self, birth: Birth) -> None:
+        context: Any = multiprocessing.get_context(birth.method)
+        self._control, theirs = context.Pipe()
+        self._process = context.Process(target=_be_child, name=birth.name, args=(birth.told, theirs, os.getpid()))
+        with main_module_hidden():
+            self._process.start()
+        theirs.close()
+        self.pid: int = self._process.pid
+        self._last_words = birth.last_words
+        self._built = False
+        self._ended = False
+        self._verdict = ""
+        self._watched: list[Any] = [self._control, self._process.sentinel]
+        self._poll = select.poll()  # one for all times: most children have nothing to say whenever one has
+        for item in self._watched:
+            self._poll.register(item, select.POLLIN)
+
+    @property
+    def gone(self) -> bool:
+        """Whether its process has ended, and everything that it said was heard."""
+        return self._process.sentinel not in self._watched
+
+    def tell(self, command: Command, argument: str) -> None:
+        """Send a command; a dead child is noticed by `hear`."""
+        with contextlib.suppress(OSError):
+            self._control.send((command, argument))
+
+    def waitables(self) -> list[Any]:
+        """Return what becomes readable when the child speaks or dies."""
+        return self._watched
+
+    def hear(self) -> list[Answer | Report]:
+        """Return what the child said, and that it died if it did without saying why."""
+        if not self._poll.poll(0):
+            return []
+        dead = not self.gone and not self._process.is_alive()  # asked first: what it said before is then all there
+        heard: list[Answer | Report] = []
+        try:
+            while self._control in self._watched and self._control.poll():
+                heard.append(self._control.recv())
+        except (EOFError, OSError):
+            self._unwatch(self._control)
+        answers = {item.what for item in heard if isinstance(item, Answer)}
+        self._built = self._built or "built" in answers
+        told = self._ended or "failed" in answers
+        if dead:
+            self._unwatch(self._process.sentinel)
+            if not told:
+                heard.append(Answer("died", self._verdict or self._cause_of_death()))
+        self._ended = told or dead
+        return heard
+
+    def _unwatch(self, item: Any) -> None:
+        self._watched.remove(item)
+        self._poll.unregister(item)
+
+    def _cause_of_death(self) -> str:
+        code: int | None = self._process.exitcode
+        when = "" if self._built else " while it was being built"
+        if code is None or code >= 0:
+            return f"its process exited with code {code}{when}"
+        return f"its process was killed by {signal.Signals(-code).name}{when}{last_words(self._last_words)}"
+
+    def condemn(self, verdict: str) -> None:
+        """Kill the process, which will be said to have died of this, unless it is dead already."""
+        if not self._ended and self._process.is_alive():
+            self._verdict = verdict
+            self.kill()
+
+    def join(self, until: float) -> None:
+        """Wait for the process to end, at most until then."""
+        self._process.join(max(0.0, until - time.monotonic()))
+
+    def stop(self) -> None:
+        """Ask the role to close."""
+        self.tell("stop", "")
+
+    def kill(self) -> None:
+        """End the process, and what it may have started."""
+        self._process.kill()
+        end_process(self.pid)
+
+    def release(self) -> None:
+        """Give back what belongs to the dead process."""
+        with contextlib.suppress(ValueError):  # the forkserver hangs, so that nobody knows whether it is dead
+            self._process.close()
+        self._control.close()
+
+
+def wait_for(children: Iterable[Child], seconds: float, alarm: int | None = None) -> None:
+    """Wait until one of them has something to say or dies, or something comes to the alarm, at most so long."""
+    poll = select.poll()
+    for item in [*(item for child in children for item in child.waitables()), *([] if alarm is None else [alarm])]:
+        poll.register(item, select.POLLIN)
+    poll.poll(math.ceil(1e3 * seconds))
+
+
+def end_process(pid: int) -> None:
+    """Kill a process that leads its group, and what is left of the group if it is dead."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _be_child(told: bytes, control: Connection, supervisor: int) -> None:
+    from qfleet.runtime.child import live  # not above: it imports torch, for which who begins children has no use
+
+    live(told, control, supervisor)
+
+
+def preload(modules: Collection[str]) -> None:
+    """Start the forkserver with what children need, of modules such as these; has no effect once it runs.
+
+    Signals that end a run are for the supervisor: the forkserver would show where it was in its imports, and could
+    not begin roles anew that die meanwhile.
+    """
+    own = sorted(module for module in modules if module.startswith("qfleet."))
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "qfleet.runtime.child", *own])
+    resource_tracker.ensure_running()  # beforehand, since it unblocks the signals
+    heeded = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)  # a new process begins with what is blocked here
+    try:
+        with main_module_hidden():
+            forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, heeded)
+
+
+@contextlib.contextmanager
+def main_module_hidden() -> Iterator[None]:
+    """Show an empty main module to multiprocessing, which would otherwise run the user's script in every child."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

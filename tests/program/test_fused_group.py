@@ -131,6 +131,19 @@ def test_loops_of_rollouts_are_begun_anew_together_and_lose_nothing_but_time(tmp
 
 
 @pytest.mark.slow
+def test_what_was_counted_before_a_resume_is_not_taken_for_lost_in_a_death_after_it(tmp_path, monkeypatch):
+    whole = uncut("minatar:breakout")
+    api.train(group("minatar:breakout"), seed=5, run_dir=tmp_path / "run", callbacks=stop_at(700))
+    killer = Killer(at=1500)
+    monkeypatch.setattr(qfleet.session, "place", killer.placed)
+    run = api.resume(tmp_path / "run", callbacks=Callbacks(on_step=killer.on_step))
+    assert {event["index"] for event in events_of(run, "restart")} == {0, 1}
+    assert fingerprint(run)["model"] == fingerprint(whole)["model"]
+    for name in ("env_steps", "updates", "samples_per_insert"):
+        assert run.summary[name] == whole.summary[name]
+
+
+@pytest.mark.slow
 def test_a_death_before_anything_was_kept_begins_the_run_anew(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, "fused-1/worker.step:kill@3")
     run = api.train(group("minatar:breakout"), seed=5, run_dir=tmp_path / "run")

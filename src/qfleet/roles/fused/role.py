@@ -81,8 +81,10 @@ class Fused(Role):
         if state is not None:
             self._load(state["role"])
             self._batches = state["batches"]
-        lost = snapshots.counts - self._counts
-        self._count(*(-lost).tolist())
+        counters = (self._handles.env_steps, self._handles.updates, self._handles.samples)
+        # A counter outlives its role's lives, and so knows of all that was counted and is to be done again.
+        lost = [0 if one is None else one.own() - now for one, now in zip(counters, self._counts, strict=True)]
+        self._count(*(-count for count in lost))
         self._commit(snapshots)
         text = f"the loops were restarted from update {self._loop.update.updates}: {lost[1]} updates lost"
         self._notice("restarted", text)
@@ -90,7 +92,6 @@ class Fused(Role):
     def _commit(self, snapshots: Snapshots) -> None:
         """Make the present state outlive this process."""
         snapshots.commit({"role": self._state(self._loop.whole_state()), "batches": self._batches})
-        snapshots.counts[:] = self._counts
 
     def _describe(self) -> None:
         """Say how updates are computed, and what of the network cannot be resumed exactly."""
@@ -119,10 +120,8 @@ class Fused(Role):
         if self._team is not None:
             self._name_skips(self._team, progress)
             self._team.meet()
-        if self._snapshots is not None:
-            self._snapshots.counts[:] = self._counts
-            if self._snapshots.due(self._setup.learner.snapshot_s):
-                self._commit(self._snapshots)
+        if self._snapshots is not None and self._snapshots.due(self._setup.learner.snapshot_s):
+            self._commit(self._snapshots)
         return WORKED
 
     @property
@@ -206,6 +205,8 @@ class Fused(Role):
     def load_state_dict(self, state: State) -> None:
         """Continue; a longer budget goes on after the end."""
         self._load(state)
+        if self._handles.samples is not None:
+            self._batches = self._handles.samples.own()
         if self._snapshots is not None:
             self._commit(self._snapshots)
 

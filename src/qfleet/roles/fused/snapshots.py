@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
-
 from qfleet.core import codec
 from qfleet.core.protocols import Keep
 from qfleet.core.role import State
-from qfleet.core.types import Ints
 from qfleet.roles.fused.team import Team
 
 _LIVES = 2**32
@@ -25,8 +22,6 @@ class Snapshots:
         self._number = keep.life * _LIVES
         self._kept: list[tuple[int, State | None]] = [(0, None), (0, None)]
         self._at = time.monotonic()
-        self.counts: Ints = keep.array("counts", (3,), np.int64)
-        """How far any life has come, in the three numbers that the run is counted in."""
 
     def due(self, period_s: float) -> bool:
         """Return whether the first rank's newest state is older than that; all ranks ask."""

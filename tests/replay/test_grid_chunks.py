@@ -126,6 +126,21 @@ def test_what_could_not_be_written_and_what_was_deleted_is_taken_again(tmp_path)
     assert same(other.state_dict(), grid.state_dict())
 
 
+def test_an_older_chunk_whose_file_was_lost_is_taken_again_until_it_is_written(tmp_path):
+    rng, grid, disk = np.random.default_rng(4), empty(prioritised=False), Disk()
+    chunks, other = TickChunks(grid), empty(prioritised=False)
+    play(grid, 20, rng)
+    disk.save(chunks.state_dict())
+    play(grid, 20, rng)
+    state = chunks.state_dict()
+    state["chunks"][0].name = None  # its file was deleted
+    state["chunks"][0].retake()
+    state["chunks"][0].read()  # and the disk is full
+    play(grid, 1, rng)
+    TickChunks(other).load_state_dict(disk.save(chunks.state_dict()))
+    assert same(other.state_dict(), grid.state_dict())
+
+
 def test_the_state_of_versions_without_chunks_is_loaded_and_another_grid_is_refused():
     grid, other = empty(prioritised=True), empty(prioritised=True)
     play(grid, 50, np.random.default_rng(3))

@@ -102,11 +102,12 @@ def test_a_call_that_is_lost_is_made_again_with_the_same_arguments():
     assert method.calls == [(1, "two")] * 3
 
 
-@pytest.mark.parametrize("name", ["ActorDiedError", "GetTimeoutError"])
+@pytest.mark.parametrize("name", ["ActorDiedError", "ActorUnschedulableError", "GetTimeoutError"])
 def test_nobody_insists_on_the_dead_or_beyond_his_patience(name):
+    """Nor on an actor for a node that is to go, which Ray will never start: a run would stand still for ever."""
     import ray.exceptions
 
-    error = getattr(ray.exceptions, name)()
+    error = getattr(ray.exceptions, name)(*["no room"] * (name == "ActorUnschedulableError"))
     method = Method(error)
     with pytest.raises(type(error)):
         insist(method, patience_s=1.0)
@@ -173,12 +174,13 @@ def test_one_that_is_condemned_before_its_process_is_known_is_killed_then():
     assert driver.killed == [8]
 
 
-def test_all_children_die_with_their_steward():
+@pytest.mark.parametrize(("name", "detail"), [("ActorDiedError", []), ("ActorUnschedulableError", ["no room"])])
+def test_all_children_die_with_their_steward(name, detail):
     import ray.exceptions
 
     from qfleet.runtime.ray_life import RoleLife
 
-    driver = Driver(Actor(said(), ray.exceptions.ActorDiedError()))
+    driver = Driver(Actor(said(), getattr(ray.exceptions, name)(*detail)))
     other = RoleLife(driver.line, BIRTH)
     driver.hear()
     driver.line.listen()
@@ -203,6 +205,23 @@ def test_a_steward_that_says_nothing_of_a_child_that_must_end_is_killed(monkeypa
     driver.life.condemn("it hung")
     driver.hear()
     assert (ended, driver.killed) == ([actor], [8, 7])
+
+
+def test_a_steward_that_ray_never_starts_is_given_up_with_a_child_that_must_end(monkeypatch):
+    """A GPU that another program has, say: the watchdog's verdict had no effect, and the run stood still."""
+    import ray
+
+    clock, ended = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(ray, "kill", ended.append)
+    actor = Actor(PENDING)
+    driver = Driver(actor)
+    driver.life.condemn("it has been starting for ten minutes")
+    assert driver.hear() == []  # it may still start
+    clock[0] = 61.0
+    driver.line.listen()
+    assert driver.life.hear() == [Answer("died", "it has been starting for ten minutes")]
+    assert (ended, driver.line.lost) == ([actor], True)
 
 
 class Pausing(SupervisedPlacement):

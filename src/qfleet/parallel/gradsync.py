@@ -56,8 +56,8 @@ class GradientGroup(Group):
         names = self._told(device_name(torch.device(device)), NAME_BYTES)
         if all_have_their_own(names):
             with self._explained("joining by NCCL"):
-                if own and own != LOOPBACK:
-                    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface(own)}")
+                if own and own != LOOPBACK and (name := interface(own)):
+                    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
                 self._nccl = join_by_nccl(self._store, rank, size, timeout)
 
     @property

@@ -65,6 +65,9 @@ class TickChunks:
         grid, ticks = self._grid, int(self._grid.ticks)
         oldest, settled = grid.kept(ticks)
         self._settle(oldest)
+        for span in self._spans:
+            if span.chunk.name is None:  # its file was lost, and could not be written again
+                span.take()
         first = self._spans[-1].end if self._spans else oldest
         while first < settled:
             end = min(first + self._large, settled, (first // grid.length + 1) * grid.length)

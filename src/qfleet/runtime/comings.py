@@ -178,8 +178,11 @@ class ComingsPlacement(RevivingPlacement):
             self.pause()
             if not self._at_rest(kind, rest):
                 return False
-            self._ask("part", self._members(kind))
-            end_all([self._lives.pop(member.name) for member in self._members(kind)])
+            members = self._members(kind)
+            self._ask("part", members)
+            if any(member.died_at is not None for member in members):  # they are begun anew, as after any death
+                return False
+            end_all([self._lives.pop(member.name) for member in members])
             self._form(kind, size)
         finally:
             for stem in held:

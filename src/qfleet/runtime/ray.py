@@ -334,7 +334,7 @@ class RayPlacement(ComingsPlacement):
             site = self._room_for(name) if homeless and self._nodes[name].kind in self._across else home
             if site is None:  # a part of this node's GPUs is kept for those who come, and for nobody else
                 site = home if name in self._on_gpus else self._here
-            if homeless:
+            if homeless and site.id not in going:  # a node that is to go takes nobody, but keeps who is there
                 self._house_rank(name, site)
                 self._dissolve(home)
             else:

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from qfleet.runtime.channels import edge_stem, lay_out
 from qfleet.runtime.children import end_process
 from qfleet.runtime.crossings import Depot, Imports, Parcel, Question
 from qfleet.runtime.graph import Graph
 from qfleet.runtime.memory import RunFolder, attach
-from qfleet.runtime.ray_calls import AGAIN_S, insist
+from qfleet.runtime.ray_calls import AGAIN_S, DEAD, insist
 from qfleet.runtime.streams import read_level
 
 _PATIENCE_S = 1.0
@@ -95,7 +95,7 @@ class Keeper:
     def settle(self) -> None:
         """Have everything come here that is new elsewhere; all roles are paused."""
         for source in self._sources:
-            with contextlib.suppress(ActorDiedError):  # a node that is lost has nothing more to tell
+            with contextlib.suppress(*DEAD):  # a node that is lost has nothing more to tell
                 while not self._ask(source, 0.0):
                     pass  # another question overtook this one, and its answer may still be on its way
 
@@ -166,7 +166,7 @@ class Keeper:
         while not self._closed.is_set():
             try:
                 self._ask(source, _PATIENCE_S)
-            except ActorDiedError:
+            except DEAD:
                 return
             except RayError:
                 time.sleep(AGAIN_S)

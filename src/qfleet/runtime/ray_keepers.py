@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import RayError
 
 from qfleet.runtime import ray_cluster
 from qfleet.runtime.crossings import Map
 from qfleet.runtime.graph import Graph
-from qfleet.runtime.ray_calls import insist
+from qfleet.runtime.ray_calls import DEAD, insist
 from qfleet.runtime.ray_cluster import Site
 from qfleet.runtime.ray_keeper import Keeper
 
@@ -83,7 +83,7 @@ class Keepers:
                 continue
             try:
                 ray.get(call)
-            except ActorDiedError:
+            except DEAD:
                 lost.append(site)
             except RayError:
                 self._attend(site)

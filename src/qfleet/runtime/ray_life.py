@@ -8,17 +8,20 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from qfleet.core.protocols import Report
 from qfleet.runtime.answers import Answer, Command
 from qfleet.runtime.children import Birth
+from qfleet.runtime.ray_calls import AGAIN_S, DEAD
 from qfleet.runtime.ray_steward import GONE, PATIENCE_S, Order, Said
 
 _OVERDUE_S = 2 * PATIENCE_S
 """How long a steward may take to answer before it is asked again; it answers within half of it."""
 _DEAF_S = 20.0
 """How long one may say nothing, when it has a child that must end, before it is taken for dead."""
+_UNBORN_S = 60.0
+"""How long Ray may take to start one, likewise."""
 
 
 class Line:
@@ -82,7 +85,7 @@ class Line:
             self._newest = None if call == self._newest else self._newest
             try:
                 self._understand(ray.get(call))
-            except ActorDiedError as error:
+            except DEAD as error:
                 self.end(Answer("died", f"its Ray actor died: {_detail(error)}"))
                 return
             except RayTaskError as error:
@@ -91,6 +94,7 @@ class Line:
             except RayError:  # the call or its answer was lost: both may be said again
                 for life in self._lives.values():
                     life.excuse()
+                time.sleep(AGAIN_S)
         self.waitables()  # there is always a call with it
         self._doubt()
 
@@ -115,9 +119,14 @@ class Line:
             life.receive(Answer(GONE))
 
     def _doubt(self) -> None:
-        """Kill a steward that says nothing of a child that was killed; Ray then says that it died."""
+        """Kill a steward that says nothing of a child that was killed, or has not even begun; Ray says that it died."""
         silent = time.monotonic() - self._heard_at
-        if self.pid and silent > _DEAF_S and any(life.condemned for life in self._lives.values()):
+        if not any(life.condemned for life in self._lives.values()):
+            return
+        if not self.pid and silent > _UNBORN_S:
+            ray.kill(self.steward)
+            self.end(Answer("died", "Ray has not started the actor that its process would be a child of"))
+        elif self.pid and silent > _DEAF_S:
             self.kill(self.pid)
             ray.kill(self.steward)
 
@@ -198,5 +207,5 @@ class RoleLife:
         self.line.leave(self._number)
 
 
-def _detail(error: ActorDiedError) -> str:
+def _detail(error: Exception) -> str:
     return " ".join(str(error).split()).split("Worker exit detail: ")[-1].split(" Some common causes")[0][:300]

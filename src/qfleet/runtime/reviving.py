@@ -116,8 +116,8 @@ class RevivingPlacement(SupervisedPlacement):
         return self._ends.open(end)
 
     def pids(self) -> dict[str, int]:
-        """Return the process numbers of the living by node name, for tools that watch or kill."""
-        return {name: life.pid for name, life in self._lives.items()}
+        """Return the process numbers of the living by node name, where they are known, for tools that watch or kill."""
+        return {name: life.pid for name, life in self._lives.items() if life.pid}
 
     def _warn_of_crowd(self, cores: float) -> None:
         if len(self.crew) > _CROWDED * cores:

@@ -14,10 +14,11 @@ AIMS = {"actor": 5.0, "replay": 10.0, "learner": 15.0, "rank": 10.0}
 HEAD = """# Chaos
 
 `make chaos` (`tests/chaos/matrix.py`) kills and stops processes of runs, at random moments and at failpoints, as each
-seed says; on Ray every fourth kill is that of a steward, and so of all roles of its node, and in some cases a quarter of
-the calls of actors' methods is lost (`RAY_testing_rpc_failure`, whose draws Ray does not let us
-seed). A checker compares the replay with what every environment wrote down: an acknowledged transition that is missing, there twice or made up fails a case, and so do
-counters that go back, deaths without an event, a run that does not end, and processes or shared memory left behind.
+seed says; on Ray every fourth kill is that of a steward, and so of all roles of its node, and in some cases a quarter
+of the calls of actors' methods is lost (`RAY_testing_rpc_failure`, whose draws Ray does not let us seed). A checker
+compares the replay with what every environment wrote down: an acknowledged transition that is missing, there twice or
+made up fails a case, and so do counters that go back, deaths without an event, a run that does not end, and processes
+or shared memory left behind.
 """
 FURTHER_HEAD = """## Further faults
 

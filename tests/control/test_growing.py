@@ -47,6 +47,7 @@ class Fake:
         return [index for index, home in self.homes.items() if not home]
 
     def come(self, kind: str, indices: Sequence[int], machine: str) -> bool:
+        assert indices, "a placement may be unable to let nobody come"
         self.homes |= {index: machine for index in indices if self.willing}
         return self.willing
 
@@ -120,6 +121,15 @@ def test_a_seat_whose_role_is_still_leaving_is_not_given_away(growing: Growing, 
     assert not [event for event in events if event["event"] == "scaled"]
     placement.leaving, placement.homes[1] = [], ""
     assert growing.look(0.3, 0, [])[-1]["text"] == "6 actors, 1 learners, 1 shards"
+
+
+def test_nobody_is_asked_to_come_while_all_seats_are_still_being_left(growing: Growing, placement: Fake) -> None:
+    growing.ask({"id": "7", "by": "ann", "actors": 6})
+    growing.look(0.1, 0, [])
+    growing.ask({"id": "8", "by": "ann", "actors": 1})
+    growing.look(0.2, 0, [])
+    growing.ask({"id": "9", "by": "ann", "actors": 6})
+    assert told(growing.look(0.3, 0, [])) == []
 
 
 def test_refusals_say_which_setting_makes_room(growing: Growing) -> None:

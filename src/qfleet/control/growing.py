@@ -187,6 +187,8 @@ class Growing:
 
     def _more(self, change: Change) -> int:
         coming = self._placement.absent(Actor.kind)[: change.after - change.before]
+        if not coming:  # all seats are those of actors that are still leaving
+            return change.before
         came = self._placement.come(Actor.kind, coming, change.node)
         return change.before + len(coming) * came
 

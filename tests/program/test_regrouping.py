@@ -89,6 +89,15 @@ def alone(draws: int, folder: Path) -> list[Any]:
     return arrays(folder)
 
 
+def require_equal(folder: Path, draws: int, reference: Path) -> None:
+    """Require that a group saved in a folder what one learner has after the same draws."""
+    returned = checkpoint.read_state(folder, "replay-0")["returned"]
+    np.testing.assert_array_equal(returned, 1, "priorities of each item come back once")
+    reference.mkdir()
+    for found, expected in zip(arrays(folder), alone(draws, reference), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-5)
+
+
 def place(kind: str, graph: Graph, away: list[str]) -> Any:
     if kind == "processes":
         return ProcessPlacement(graph, away=away, groups=("learner",))
@@ -134,9 +143,4 @@ def test_the_updates_of_a_group_that_changes_are_those_of_one_learner(
         assert updates.total() == draws, "each draw is one update"
     finally:
         placement.close()
-    returned = checkpoint.read_state(folder, "replay-0")["returned"]
-    np.testing.assert_array_equal(returned, 1, "priorities of each item come back once")
-    reference = tmp_path / "alone"
-    reference.mkdir()
-    for found, expected in zip(arrays(folder), alone(draws, reference), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-5)
+    require_equal(folder, draws, tmp_path / "alone")

@@ -4,9 +4,11 @@
 
 A DQN in processes on Acrobot-v1, whose scores reach no ceiling as CartPole's do: two actors, a prioritised replay that
 is full within seconds, a learner, an evaluator. Every so many seconds one of their processes is killed, or stopped for
-up to a second. Nobody helps. Memory is the sum over all processes of what each has to itself and its share of the rest
-(PSS); its growth is that from the fifth of the samples after the warm-up to the last fifth, by their medians, and is
-told for the driver alone, too, since no death makes that one young again. The score is the mean of all evaluations
+up to a second. Nobody helps. Memory is the sum over all processes of what each has to itself and its share of what
+it has with others (PSS), without pages of files: these are code, of which other programs of the machine may have a
+share, too, so that the figure would grow when they end. Its growth is that from the fifth of the samples after the
+warm-up to the last fifth, by their medians, and is told for the driver alone, too, since no death makes that one young
+again. The score is the mean of all evaluations
 after the warm-up; it is compared with that of runs that nothing is done to, by the interval in which 95 of 100 of them
 are expected (mean and Student's t of their scores). The warm-up is the first third of a run, ten minutes at most.
 """
@@ -91,15 +93,21 @@ class Sampler(threading.Thread):
 
     def run(self) -> None:
         while not self._over.wait(SAMPLE_S):
-            own = used = psutil.Process().memory_full_info().pss
+            own = used = own_memory(os.getpid())
             for process in psutil.Process().children(recursive=True):
-                with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-                    used += process.memory_full_info().pss
+                with contextlib.suppress(OSError):  # it has ended meanwhile
+                    used += own_memory(process.pid)
             self.samples.append((round(time.monotonic() - self.began, 1), round(used / 1e6, 2), round(own / 1e6, 2)))
 
     def stop(self) -> None:
         self._over.set()
         self.join()
+
+
+def own_memory(pid: int) -> int:
+    """Return a process's share of memory that no file of a disk is behind, in bytes."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+    return sum(1024 * int(words[1]) for words in lines if words[0] in ("Pss_Anon:", "Pss_Shmem:"))
 
 
 def soak(minutes: float, every_s: float, seed: int) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """Ten million frames as Dopamine plays them: several games at a time, training returns by a quarter of a million steps.
 
-    python benchmarks/gpu/dopamine.py pong:101 breakout:101 space_invaders:101 [--env-steps 2500000] [--limit 570]
-        [--json FILE] [--section.field VALUE ...]
+    python benchmarks/gpu/dopamine.py pong:101 breakout:101 space_invaders:101 [--env-steps 2500000] [--limit 1800]
+        [--at-once 3] [--json FILE] [--section.field VALUE ...]
 
-Each GAME:SEED is a run of its own (`qfleet train atari:GAME` with the recipe below), all at the same time on one
-machine. A run is killed when it has its steps: the gigabytes of its last checkpoint are of no use here. A training
-return is the mean over the games that ended within so many steps, as in Dopamine's iterations; one that ended there
-began earlier by as many steps as all games of the run made meanwhile.
+Each GAME:SEED is a run of its own (`qfleet train atari:GAME` with the recipe below), several at the same time on one
+machine; when one ends, the next begins. A run is killed when it has its steps: the gigabytes of its last checkpoint
+are of no use here. A training return is the mean over the games that ended within so many steps, as in Dopamine's
+iterations; one that ended there began earlier by as many steps as all games of the run made meanwhile.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,26 +29,24 @@ ITERATION = 250_000
 RECIPE: dict[str, Any] = {
     "network.padding": "same",
     "accel.precision": "tf32",
+    "optim.lr": 1e-4,
     "learner.updates-per-draw": 16,
     "placement": "processes",
     "actors": 2,
-    "actor.envs": 24,
+    "actor.envs": 12,
     "actor.groups": 3,
     "actor.unroll": 4,
-    "env.threads": 3,
+    "env.threads": 4,
     "inference.kind": "served",
     "inference.device": "cuda",
     "inference.deadline-ms": 0.5,
     "replay.storage.kind": "ram",
     "checkpoint.every": 10**9,
     "checkpoint.every-s": 1e6,
-    "evaluation.every": 2_375_000,
-    "evaluation.episodes": 20,
-    "evaluation.envs": 20,
-    "evaluation.epsilon": 0.01,
+    "evaluation.every": 10**8,
 }
-"""The preset `atari` with the other's convolutions in tf32, and a third of sixteen cores. The evaluation plays with the
-exploration of training, in the middle of the last iteration."""
+"""The preset `atari` with the other's convolutions in tf32, a rate of 1e-4 where the other has 6.25e-5, and a third of
+sixteen cores. No evaluation: what is compared is what is earned in training."""
 
 
 class Training:
@@ -70,6 +69,19 @@ class Training:
     def said(self) -> str:
         """Return the end of what it printed."""
         return Path(self._output.name).read_text()[-2000:]
+
+    def stands(self) -> str:
+        """Return how far it is, and its newest returns, in words."""
+        return f"{self.game}:{self.seed} {[(steps, mean) for steps, mean, _ in curve(self.records())[-3:]]}"
+
+    def over(self, env_steps: int) -> bool:
+        """Return whether it has its steps, and ends it then, or whether it ended by itself."""
+        records = self.records()
+        if records and records[-1]["env_steps"] >= env_steps:
+            self.kill()
+        elif not self.running():
+            print(f"{self.game}: {self.said()}", flush=True)
+        return not self.running()
 
     def kill(self) -> None:
         """End it and all its processes, as it is."""
@@ -123,43 +135,45 @@ def curve(records: list[dict[str, Any]]) -> list[tuple[int, float, int]]:
     return means
 
 
-def train(jobs: list[str], settings: dict[str, Any], env_steps: int, limit: float) -> list[dict[str, Any]]:
-    """Train all jobs at the same time until each has its steps, or all of them have had their time."""
+def train(
+    jobs: list[str], settings: dict[str, Any], env_steps: int, limit: float, at_once: int
+) -> Iterator[dict[str, Any]]:
+    """Train jobs until each has its steps, or all of them have had their time; yields each result when it is there."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        runs = []
-        for job in jobs:
-            game, seed = job.split(":")
-            runs.append(Training(game, int(seed), {**settings, "env-steps": env_steps + ITERATION}, Path(folder)))
-        told = 0.0
-        while any(run.running() for run in runs) and time.perf_counter() - began < limit:
+        waiting, running, told = list(jobs), list[Training](), 0.0
+        while (waiting or running) and time.perf_counter() - began < limit:
+            while waiting and len(running) < at_once:
+                game, seed = waiting.pop(0).split(":")
+                own = {**settings, "env-steps": env_steps + ITERATION}
+                running.append(Training(game, int(seed), own, Path(folder)))
             time.sleep(0.5)
-            for run in runs:
-                records = run.records()
-                if records and records[-1]["env_steps"] >= env_steps:
-                    run.kill()
+            for run in [run for run in running if run.over(env_steps)]:
+                running.remove(run)
+                yield run.result()
             if time.perf_counter() - told > 60:
                 told = time.perf_counter()
-                steps = [(run.records() or [{"env_steps": 0}])[-1]["env_steps"] for run in runs]
-                print(f"{told - began:.0f} s: {steps} steps, cores {os.getloadavg()[0]:.0f}", flush=True)
-        for run in runs:
+                print(
+                    f"{told - began:.0f} s, load {os.getloadavg()[0]:.0f}: {[run.stands() for run in running]}",
+                    flush=True,
+                )
+        for run in running:
             run.kill()
-        for run in runs:
-            if not run.records():
-                print(f"{run.game}: {run.said()}", flush=True)
-        return [run.result() for run in runs]
+            yield run.result()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("jobs", nargs="+", metavar="GAME:SEED")
     parser.add_argument("--env-steps", type=int, default=2_500_000)
-    parser.add_argument("--limit", type=float, default=570.0, help="seconds")
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds for all")
+    parser.add_argument("--at-once", type=int, default=3, help="runs at the same time")
     parser.add_argument("--json", type=Path, help="a file to which a line for each run is added")
     options, rest = parser.parse_known_args()
     given = {name.removeprefix("--"): value for name, value in zip(rest[::2], rest[1::2], strict=True)}
-    for result in train(options.jobs, {**RECIPE, **given}, options.env_steps, options.limit):
-        line = json.dumps({**result, "beside": len(options.jobs) - 1, **given})
+    settings = {**RECIPE, **given}
+    for result in train(options.jobs, settings, options.env_steps, options.limit, options.at_once):
+        line = json.dumps({**result, "beside": min(options.at_once, len(options.jobs)) - 1, **given})
         print(line, flush=True)
         if options.json:
             with options.json.open("a") as file:

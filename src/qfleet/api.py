@@ -186,25 +186,23 @@ def resume(
     with run:
         found = checkpoint.newest_good(run.checkpoints) if checkpoint.complete(run.checkpoints) else None
         asked = {"env_steps": env_steps, "placement": placement, "learners": learners, "parallel": parallel}
-        before = run.config.read_text()
+        settings = None
         if changes := {name: value for name, value in asked.items() if value is not None}:
             experiment = _changed(experiment, changes, run, found)
-            run.write(run.config, experiment.to_yaml())
+            settings = experiment.to_yaml()
         if found is not None:
             checkpoint.set_aside(found, run.epoch)
             experiment = experiment.replace(warm_start=None)  # the checkpoint has what came of it
-        code, extended = UserCode(network, env), env_steps is not None
+        code = UserCode(network, env)
         faraway = _faraway(experiment, new=False)
         session = Session(
-            experiment, code, run, callbacks or Callbacks(), sinks, faraway, extended, learners is not None
+            experiment, code, run, callbacks or Callbacks(), sinks, faraway, learners is not None, settings
         )
         try:
             return Run(run.path, session.carry_out(found))
         except BaseException:
-            if changes and not run.begun:  # what was asked for cannot be done: the next try finds the run as it was
-                run.write(run.config, before)
-                if session.provisional is not None:
-                    run.epoch.discard(session.provisional)
+            if session.provisional is not None:  # it cannot be done: the next try finds the run as it was
+                run.epoch.discard(session.provisional)
             raise
 
 
@@ -235,9 +233,13 @@ def _changed(
     experiment: Experiment, changes: dict[str, Any], run: RunDir, found: checkpoint.Found | None
 ) -> Experiment:
     """Return the settings with which a run is to go on; refuses those that its checkpoint does not fit."""
+    if found is not None and "env_steps" in changes and found.manifest.get("standing", {}).get("solved"):
+        changes = {**changes, "evaluation.stop_at_target": False}  # what it was given more steps for
     changed = with_changes(experiment, changes)
     if found is None:
         return changed
+    if changed.fused and not experiment.fused and experiment.topology == "auto":
+        changed = with_changes(experiment, {**changes, "topology": "pipeline"})  # what it was built as
     if "env_steps" in changes and changed.env_steps < (reached := found.manifest["env_steps"]):
         raise ConfigError(f"env_steps {changed.env_steps} is less than the {reached} that {run.path} has behind it")
     if changed.fused != experiment.fused:

@@ -1,4 +1,4 @@
-"""The settings of a whole run as one tree, and the checks that cross its sections."""
+"""The settings of a whole run as one tree, what follows from them, and how a tree is read and changed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from qfleet.accel.config import AccelConfig
-from qfleet.algo.agent import AgentConfig, ReplayAgent, RolloutAgent
+from qfleet.algo.agent import AgentConfig, ReplayAgent
 from qfleet.algo.exploration import EpsilonGreedyConfig, ExplorationConfig
 from qfleet.algo.networks import NetworkConfig
 from qfleet.algo.optim import AdamConfig, OptimConfig
-from qfleet.algo.recurrent import MemoryConfig
 from qfleet.algo.torsos import MlpConfig
+from qfleet.contradictions import contradictions, why_not_fused
 from qfleet.core.config import Config, completed, describe
 from qfleet.core.errors import ConfigError
 from qfleet.envs import EnvConfig
@@ -24,7 +24,7 @@ from qfleet.parallel.serving import ServerConfig
 from qfleet.replay import ReplayConfig
 from qfleet.roles.actor import ActorConfig
 from qfleet.roles.evaluator import EvaluationConfig
-from qfleet.roles.inference_server import InferenceConfig, LocalInference, ServedInference
+from qfleet.roles.inference_server import InferenceConfig, LocalInference
 from qfleet.roles.learner_setup import LearnerConfig
 from qfleet.roles.seats import ElasticConfig
 
@@ -139,119 +139,10 @@ class Experiment(Config):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Experiment:
-        for wrong, message in self._contradictions():
+        for wrong, message in contradictions(self):
             if wrong:
                 raise ValueError(message)
         return self
-
-    def _contradictions(self) -> list[tuple[bool, str]]:
-        replaying = isinstance(self.agent, ReplayAgent)
-        prioritised = self.replay.sampler.kind == "prioritised"
-        noisy = isinstance(self.agent, ReplayAgent) and self.agent.noisy
-        learner, memory, shards = self.learner, self._memory, self.replay.shards
-        drawn = learner.updates_per_draw
-        times = "" if drawn == 1 else f" times learner.updates_per_draw {drawn}"
-        ordered = self.lockstep and self.placement != "inline"
-        servers = self.inference.servers if isinstance(self.inference, ServedInference) else 0
-        # Twice a sequence for each environment, since whole segments of rows are dropped.
-        sequences = 2 * (memory.burn_in + memory.length + 1) * self.seats * self.actor.envs if memory else 0
-        return [
-            *self.elastic.contradictions(
-                self.actors, self.all_actors, self.learners, shards, learner.batch_size, self.scalable, self.regroupable
-            ),
-            *self.parallel.contradictions(self.learners, learner.batch_size, replaying and not memory),
-            (self.agent.kind == "tabular" and self.network.kind != "tabular",
-             f"agent.kind 'tabular' needs network.kind 'tabular', not '{self.network.kind}'"),
-            (self.agent.kind != "tabular" and self.network.kind == "tabular",
-             f"network.kind 'tabular' needs agent.kind 'tabular', not '{self.agent.kind}'"),
-            (prioritised and not replaying,
-             f"replay.sampler.kind 'prioritised' needs agent.kind 'replay'; '{self.agent.kind}' has no replay"),
-            (self.normalise_rewards and not replaying,
-             f"normalise_rewards needs agent.kind 'replay', not '{self.agent.kind}'"),
-            (learner.evaluated == "target" and not replaying,
-             f"learner.evaluated 'target' needs agent.kind 'replay': '{self.agent.kind}' has no target network"),
-            (replaying and learner.batch_size > self.replay.capacity,
-             f"learner.batch_size {learner.batch_size} exceeds replay.capacity {self.replay.capacity}"),
-            (drawn > 1 and (not replaying or memory is not None),
-             f"learner.updates_per_draw {drawn} is for agents that learn from transitions of a replay: set it to 1"),
-            (drawn > 1 and self.serving is not None,
-             f"learner.updates_per_draw {drawn} is for learners, not for parallel.update.kind 'server': set it to 1"),
-            (drawn > 1 and learner.batch_size % self.learners != 0,
-             f"learner.updates_per_draw {drawn} needs a learner.batch_size that is a multiple of learners"
-             f" {self.learners}, not {learner.batch_size}"),
-            (drawn > 1 and self.parallel.after_death == "fewer",
-             f"learner.updates_per_draw {drawn} needs equal parts, which parallel.after_death 'fewer' may not leave:"
-             " set one of them to its default"),
-            (replaying and learner.learning_starts > self.replay.capacity,
-             f"learner.learning_starts {learner.learning_starts} exceeds replay.capacity {self.replay.capacity}:"
-             " learning would never start"),
-            (replaying and learner.learning_starts >= self.env_steps,
-             f"learner.learning_starts {learner.learning_starts} is not below env_steps {self.env_steps}:"
-             " nothing would be learned"),
-            (replaying and 0 < self.env_steps - learner.learning_starts < drawn * learner.train_period,
-             f"learner.train_period {learner.train_period}{times} exceeds the"
-             f" {self.env_steps - learner.learning_starts} steps that env_steps leaves after learner.learning_starts:"
-             " nothing would be learned"),
-            (replaying and self.exploration.kind == "none" and not noisy,
-             "exploration.kind 'none' needs agent.noisy True: nothing else would make the agent explore"),
-            (self.learners > 1 and not replaying and not self.fused,
-             f"learners {self.learners} of agent.kind '{self.agent.kind}' need the fused topology, which"
-             f" {self.why_not_fused or 'topology pipeline rules out'}"),
-            (self.learners > 1 and self._normalized,
-             "network.input.normalize needs one learner: ranks would see other statistics; use network.input.scale"),
-            (self.ranks > 1 and self.optim.schedule.kind == "plateau",
-             "optim.schedule.kind 'plateau' needs one learner: ranks would hear of a score at different updates"),
-            (replaying and self.learners > learner.batch_size,
-             f"learners {self.learners} exceeds learner.batch_size {learner.batch_size}: some would have no work"),
-            (shards > 1 and not replaying,
-             f"replay.shards {shards} needs agent.kind 'replay'; '{self.agent.kind}' has no replay"),
-            (shards > self.actors,
-             f"replay.shards {shards} exceeds actors {self.actors}: some would have no work"),
-            (self.replay_parts > 1 and self.normalise_rewards,
-             f"normalise_rewards needs one replay shard, not {self.replay_parts}: shards would see other statistics;"
-             " use env.reward_scale"),
-            (self.strict and self.placement != "inline",
-             f"strict is for placement 'inline': '{self.placement}' sends every message through the serialiser anyway"),
-            (self.address is not None and self.placement != "ray",
-             f"address needs placement 'ray', not '{self.placement}'"),
-            (bool(self.actor_resources) and self.placement != "ray",
-             f"actor_resources needs placement 'ray', not '{self.placement}'"),
-            (self.parallel.across_nodes and (self.placement != "ray" or self.rank_seats == 1 or not self.whole_ranks),
-             "parallel.across_nodes is for a group of learners (learners 2 or more, or elastic.max_learners) with whole"
-             " networks that sum their gradients or meet, in placement 'ray'"),
-            (ordered and self.ranks > 1,
-             f"lockstep needs one learner, not {self.ranks}: the ranks of a group step together"),
-            (ordered and servers > 0,
-             "lockstep needs inference.kind 'local': a server's batches depend on the time"),
-            (ordered and self.actor.groups > 1,
-             f"lockstep needs actor.groups 1, not {self.actor.groups}: environments must step in a fixed order"),
-            (servers > 0 and not replaying,
-             f"inference.kind 'served' needs agent.kind 'replay', not '{self.agent.kind}'"),
-            (self.actor.groups > 1 and not replaying,
-             f"actor.groups {self.actor.groups} needs agent.kind 'replay', not '{self.agent.kind}'"),
-            (self.actor.groups > self.actor.envs,
-             f"actor.groups {self.actor.groups} exceeds actor.envs {self.actor.envs}: some would have no environments"),
-            (self.inference.precision != "fp32" and memory is not None,
-             f"inference.precision '{self.inference.precision}' is for networks without memory, not with agent.memory"),
-            (self.spare_actors > 0 and not self.balanced,
-             f"spare_actors {self.spare_actors} needs a balancer to wake them: balance 'on', agent.kind 'replay', and"
-             " placement 'processes' or 'ray' without lockstep"),
-            (servers > self.actors,
-             f"inference.servers {servers} exceeds actors {self.actors}: some would have no work"),
-            (isinstance(self.agent, RolloutAgent) and self._rollout < self.agent.minibatches,
-             f"agent.minibatches {getattr(self.agent, 'minibatches', 0)} exceeds the {self._rollout} samples of a"
-             " learner's rollout (actor.envs times agent.rollout_length): some would be empty"),
-            (replaying and self.fused and self.env_steps <= self.actor.envs * (getattr(self.agent, "n_step", 1) + 2),
-             f"env_steps {self.env_steps} ends before the environments (actor.envs {self.actor.envs}) have made their"
-             f" first windows of agent.n_step {getattr(self.agent, 'n_step', 1)}: nothing would be learned"),
-            (memory is not None and self.values_by_actors,
-             "replay.sampler.initial 'actor' is for single transitions: agent.memory needs 'maximum'"),
-            (self.replay.capacity < sequences,
-             f"replay.capacity {self.replay.capacity} is too small for the sequences of agent.memory: its length and"
-             f" burn_in need {sequences} rows or more for {self.seats * self.actor.envs} environments"),
-            (self.topology == "fused" and bool(self.why_not_fused),
-             f"topology 'fused' {self.why_not_fused}"),
-        ]  # fmt: skip
 
     @property
     def serving(self) -> ServerConfig | None:
@@ -269,11 +160,6 @@ class Experiment(Config):
         return self.learners * self.split
 
     @property
-    def whole_ranks(self) -> bool:
-        """Whether learners are the ranks of a group in which each has a whole network."""
-        return self.serving is None and not self.fused and not self.parallel.in_pieces
-
-    @property
     def arrangement(self) -> dict[str, int | str]:
         """What of a checkpoint depends on who learns; a run with another one has it rearranged before it goes on."""
         serving = self.serving
@@ -288,20 +174,9 @@ class Experiment(Config):
         }
 
     @property
-    def _memory(self) -> MemoryConfig | None:
-        """The memory of a recurrent agent."""
-        return self.agent.memory if isinstance(self.agent, ReplayAgent) else None
-
-    @property
-    def _normalized(self) -> bool:
+    def inputs_normalized(self) -> bool:
         """Whether the network scales its inputs by what it has seen of them."""
         return bool(getattr(getattr(self.network, "input", None), "normalize", False))
-
-    @property
-    def _rollout(self) -> int:
-        """Samples of one learner's rollout, for an agent that learns from those."""
-        ticks = self.agent.rollout_length if isinstance(self.agent, RolloutAgent) else 1
-        return self.actor.envs // self.learners * ticks
 
     @property
     def values_by_actors(self) -> bool:
@@ -344,7 +219,9 @@ class Experiment(Config):
         """Whether the number of learner ranks may change while the run lasts."""
         parallel = self.parallel
         sums = parallel.update.kind == "allreduce" and not parallel.in_pieces and parallel.compression.kind == "none"
-        steady = self.learner.updates_per_draw == 1 and self.optim.schedule.kind != "plateau" and not self._normalized
+        steady = (
+            self.learner.updates_per_draw == 1 and self.optim.schedule.kind != "plateau" and not self.inputs_normalized
+        )
         return self.scalable and sums and steady
 
     @property
@@ -365,40 +242,7 @@ class Experiment(Config):
     @property
     def why_not_fused(self) -> str:
         """What keeps this run from being one loop on one device, or several that learn as one; empty if nothing."""
-        several, envs, batch = self.learners, self.actor.envs, self.learner.batch_size
-        reasons = {
-            f"needs a tensor-native environment (env.kind 'tensor', as in the preset 'cartpole' or with"
-            f" --env.kind tensor --env.game maze), not env.kind '{self.env.kind}'": self.env.kind != "tensor",
-            f"has no placement '{self.placement}' for one learner: it is one loop in this process":
-                several == 1 and self.placement != "inline",
-            f"needs placement 'processes' or 'inline' for learners {several}, not 'ray'": self.placement == "ray",
-            f"has one loop for each learner that also acts: actors {self.actors} is for a pipeline": self.actors > 1,
-            "has no parameter servers": self.serving is not None,
-            "has a fixed number of loops: elastic.max_actors, max_learners and max_shards are for a pipeline":
-                max(self.elastic.max_actors - self.actors, self.elastic.max_learners - several) > 0
-                or self.elastic.max_shards > 1,
-            "has whole networks, which parallel.tensor, parallel.pipeline and parallel.update.kind 'sharded' divide":
-                self.parallel.in_pieces,
-            "keeps all of its loops: parallel.after_death 'fewer' is for a pipeline":
-                self.parallel.after_death == "fewer",
-            f"has equal shares: actor.envs {envs} is not a multiple of learners {several}": envs % several != 0,
-            f"has equal shares: learner.batch_size {batch} is not a multiple of learners {several}":
-                batch % several != 0 and self.agent.kind == "replay",
-            f"has one replay, not replay.shards {self.replay.shards}": self.replay.shards > 1,
-            "has no table: use agent.kind 'replay' or 'rollout'": self.agent.kind == "tabular",
-            "has no replay of sequences, which agent.memory learns from": self._memory is not None,
-            "cannot normalise rewards; set env.reward_scale": self.normalise_rewards,
-            "computes in float64 in places, which device 'mps' does not have": self.device == "mps",
-            f"keeps its replay on the device, not in replay.storage.kind '{self.replay.storage.kind}'":
-                self.replay.storage.kind != "ram",
-            "sends no messages that strict could check": self.strict,
-            "acts on its own device: inference.kind 'served' is for a pipeline": self.inference.kind == "served",
-            f"acts in accel.precision: inference.precision '{self.inference.precision}' is for a pipeline":
-                self.inference.precision != "fp32",
-            "gives new items the maximum: replay.sampler.initial 'actor' is for a pipeline": self.values_by_actors,
-            f"acts for all environments at once, not in actor.groups {self.actor.groups}": self.actor.groups > 1,
-        }  # fmt: skip
-        return next((reason for reason, true in reasons.items() if true), "")
+        return why_not_fused(self)
 
     @property
     def fused(self) -> bool:

@@ -29,6 +29,7 @@ FAULTS = (
     "node_lost",
     "unfit",
     "unsaved",
+    "unremoved",
     "unwritten",
     "damaged",
     "mended",
@@ -55,8 +56,13 @@ class Standing:
     seed: int | None
     placement: str
     env_steps: int | None
+    """In the newest record, which is older than the last checkpoint at times; so are the other numbers up to it."""
     env_steps_budget: int | None
     updates: int | None
+    actors: int | None
+    learners: int | None
+    """Learner ranks, gradient workers or fused loops."""
+    shards: int | None
     env_steps_per_s: float | None
     """In the newest record, also of a run that has ended."""
     newest_record: float | None
@@ -74,11 +80,14 @@ class Standing:
 
 def standing(run: Path) -> Standing:
     """Return how a run stands; anything in its directory that cannot be read is an error that names it."""
-    config = _config(run)
     sight = ownership.look(run)  # before the files: what they say of an end is then not older than this
+    planned = (run / "config.yaml").is_file()
+    config = _config(run) if planned else {}
     events = read_jsonl(run / "events.jsonl") if (run / "events.jsonl").is_file() else []
     metrics = newest_record(run / "metrics.jsonl")
     state, note = _state(sight, events)
+    if state == "running" and not planned:
+        note = "; ".join(filter(None, ("it plans, and has no settings yet", note)))
     return Standing(
         run=run,
         state=state,
@@ -91,6 +100,9 @@ def standing(run: Path) -> Standing:
         env_steps=_whole(metrics, "env_steps"),
         env_steps_budget=_whole(metrics, "env_steps_budget"),
         updates=_whole(metrics, "updates"),
+        actors=_whole(metrics, "actors"),
+        learners=_whole(metrics, "learners"),
+        shards=_whole(metrics, "shards"),
         env_steps_per_s=known(metrics, "env_steps_per_s"),
         newest_record=known(metrics, "time"),
         bottleneck=str(metrics.get("bottleneck", "")),
@@ -110,7 +122,7 @@ def runs_in(folder: Path) -> list[Path]:
 
 def one_run(path: Path) -> Path:
     """Return the directory of a run; refuses a folder with the names of the runs in it."""
-    if (path / "config.yaml").is_file():
+    if _is_run(path):
         return path
     inside = runs_in(path) if path.is_dir() else []
     there = f"; name one of the runs in it: {', '.join(map(str, inside[:5]))}" if inside else ""
@@ -134,8 +146,13 @@ def newest_record(path: Path) -> Record:
     return record if isinstance(record, dict) else {}
 
 
+def _is_run(path: Path) -> bool:
+    """Return whether a directory is that of a run: it has settings, or somebody is just planning them."""
+    return (path / "config.yaml").is_file() or ownership.look(path).alive
+
+
 def _search(folder: Path, depth: int) -> Iterator[Path]:
-    if (folder / "config.yaml").is_file():
+    if _is_run(folder):
         yield folder
     elif depth:
         for child in folder.iterdir():

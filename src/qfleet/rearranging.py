@@ -37,7 +37,10 @@ _ROLE = re.compile(r"([a-z]+)-(\d+)\.msgpack")
 
 
 def rearranged(found: checkpoint.Found, program: Program, experiment: Experiment, epoch: Epoch) -> checkpoint.Found:
-    """Write a checkpoint of the same moment that the roles of `program` can go on from; return it."""
+    """Prepare a checkpoint of the same moment that the roles of `program` can go on from; return it.
+
+    It is one of the run's when it is published: whoever is killed before that leaves those that there were.
+    """
     old, heritage = found.directory, _inherited(found.directory)
     split = int(found.manifest.get("arrangement", {}).get("split", 1))
     edges = _Edges(edgestates.of_all(old), program, experiment.ranks, split, heritage.updates)
@@ -59,9 +62,8 @@ def rearranged(found: checkpoint.Found, program: Program, experiment: Experiment
 
     standing = {**found.manifest.get("standing", {}), "learners": experiment.ranks}
     meta = {"standing": standing, "arrangement": experiment.arrangement}
-    # None is pushed out before the run has gone on from this one.
-    directory = checkpoint.save(epoch, partial, fill, meta, keep=len(checkpoint.complete(epoch.root)) + 1)
-    return checkpoint.Found(directory, checkpoint.verify(directory), found.skipped, found.mended)
+    checkpoint.prepare(epoch, partial, fill, meta)
+    return checkpoint.Found(partial, checkpoint.verify(partial), found.skipped, found.mended)
 
 
 def _stays(name: str) -> bool:

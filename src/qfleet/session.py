@@ -21,8 +21,10 @@ from qfleet.algo.networks import QNetwork, build_network
 from qfleet.control.monitor import Callbacks, Monitor, Standing, StopReason
 from qfleet.control.plan import Plan
 from qfleet.control.summary import summarise
+from qfleet.core import failpoints
 from qfleet.core.announcing import heard_by
-from qfleet.core.errors import CheckpointError, RoleFailure
+from qfleet.core.errors import CheckpointError, ConfigError, RoleFailure
+from qfleet.core.failpoints import failpoint
 from qfleet.core.protocols import Incident, Placement
 from qfleet.core.saving import Saving
 from qfleet.core.spec import EnvSpec
@@ -38,8 +40,10 @@ from qfleet.program import absent, build_program, outlived, place
 from qfleet.rearranging import rearranged
 from qfleet.roles.evaluator import play
 from qfleet.runtime import checkpoint
+from qfleet.runtime.exhaustion import exhaustion_told
 from qfleet.runtime.faraway import Faraway
 from qfleet.runtime.graph import open_handles
+from qfleet.runtime.ownership import INTERRUPTED
 from qfleet.runtime.restarts import Restarts
 from qfleet.runtime.rundir import RunDir, ending
 from qfleet.setups import learner_device
@@ -73,12 +77,13 @@ class Session:
     sinks: Sequence[Sink]
     faraway: Faraway | None = None
     """Where checkpoints are copied besides."""
-    extended: bool = False
-    """Whether a resumed run got a new budget, and so goes on beyond its target."""
     regrouped: bool = False
     """Whether somebody asked for the number of learners, which then holds instead of the one that the run had."""
+    settings: str | None = None
+    """What config.yaml is to say from the moment on at which the run goes on; None where it stays. Before that moment
+    nobody knows whether it can: whoever dies on the way leaves a run that goes on as it did."""
     provisional: Path | None = None
-    """A checkpoint that was made for other learners, until they go on from it."""
+    """A checkpoint that was prepared for other learners, until they go on from it."""
     _interrupts: Interrupts = field(default_factory=Interrupts)
     _fallen: Fallen | None = None
     """What a death has undone, until the run goes on."""
@@ -91,16 +96,18 @@ class Session:
 
     def carry_out(self, restore: checkpoint.Found | None = None) -> dict[str, Any]:
         """Train from the start, or from a checkpoint, to the end; return the summary."""
+        failpoints.arm(failpoints.wanted(), "driver", everyone=False)  # until there is a placement
         with self._interrupts.handled(), ExitStack() as whole:
             self.run.end = self._interrupts.ask
             try:
-                return self._persist(restore, whole)
+                with exhaustion_told():
+                    return self._persist(restore, whole)
             except BaseException as error:
                 self._announce_failure(error)
                 raise
             finally:
                 self.run.end = lambda: False
-                self.run.wished = lambda wish: None
+                self.run.wished = lambda wish: False
 
     def _persist(self, restore: checkpoint.Found | None, whole: ExitStack) -> dict[str, Any]:
         """Train to the end, also over deaths after which all must go back to a checkpoint."""
@@ -118,10 +125,14 @@ class Session:
                 restore = self._last_checkpoint()
 
     def _announce_failure(self, error: BaseException) -> None:
-        """Tell what ended the run before its time; nobody listens yet when it is still being built."""
-        if self._monitor is None:
+        """Tell what ended the run before its time; nobody listens yet when it is still being built.
+
+        What is refused before it begins is no end of a run that was there before.
+        """
+        refused = isinstance(error, ConfigError) and not self.run.begun
+        if self._monitor is None or refused:
             return
-        if isinstance(error, KeyboardInterrupt):
+        if ending(error) == INTERRUPTED:
             self._monitor.announce({"event": "stopped", "reason": "at_once"})
         else:
             self._monitor.announce({"event": "failed", "reason": ending(error)})
@@ -138,6 +149,7 @@ class Session:
     def _carry_out(self, restore: checkpoint.Found | None, whole: ExitStack) -> dict[str, Any]:
         """Train to the end or to a failure; `whole` is closed when there is no further try."""
         self._interrupts.heed()
+        failpoint("resume.before_rearranging")
         moved = restore is not None and _rearranged(self.experiment, restore, self.regrouped)
         spec, grade = self._look_at_environment()
         plan = Plan.from_yaml(self.run.plan) if self.run.plan.is_file() else None
@@ -170,7 +182,8 @@ class Session:
             self._announce_fall(monitor, restore)
             if plan is not None:
                 monitor.announce({"event": "planned", "text": plan.line()})
-            self.run.begun, self.provisional = True, None
+            self._commit()
+            self.run.begun = True
             if monitor.growing is not None:
                 self.run.wished = monitor.growing.ask
             with self._interrupts.stopping(monitor, placement):
@@ -185,6 +198,18 @@ class Session:
             end = {"event": "stopped" if reason == "interrupt" else "finished", "reason": reason}
             monitor.announce(end | ({"by": self.run.ended_by} if reason == "interrupt" and self.run.ended_by else {}))
         return summary
+
+    def _commit(self) -> None:
+        """Have the run be what it goes on as from now on. The settings come first: a checkpoint for other learners that
+        is lost can be made anew from them, but one that the settings do not tell of would change who learns."""
+        if self.settings is not None:
+            failpoint("resume.before_settings")
+            self.run.write(self.run.config, self.settings)
+            failpoint("resume.after_settings")
+            self.settings = None
+        if self.provisional is not None:
+            checkpoint.publish(self.run.epoch, self.provisional)
+            self.provisional = None
 
     def _absent(self, restore: checkpoint.Found | None) -> tuple[list[str] | None, int]:
         """Return the roles that were not there when the run was saved, and how many shards were; None and 0 for a new
@@ -245,7 +270,7 @@ class Session:
             try:
                 standing = Standing(**restore.manifest["standing"])
                 standing.training_s = max(standing.training_s, monitor.standing.training_s)
-                monitor.resume_from(standing, self.extended)
+                monitor.resume_from(standing)
             except (KeyError, TypeError) as error:
                 raise CheckpointError(f"{restore.directory}: its manifest does not say how the run stood") from error
             event |= {"event": "resumed", "env_steps": restore.manifest["env_steps"]}
@@ -299,14 +324,16 @@ class Session:
             if keep_model is not None:
                 keep_model()
 
+        remarks: list[str] = []
+
         def work() -> Path:
             keep = self.experiment.checkpoint.keep
-            saved = checkpoint.save(epoch, partial, fill, meta, keep)
+            saved = checkpoint.save(epoch, partial, fill, meta, keep, remarks.append)
             if self.faraway is not None:
                 self.faraway.copy(saved, self.run.path, keep)
             return saved
 
-        return Saving(env_steps, work, writing.abandon)
+        return Saving(env_steps, work, writing.abandon, remarks)
 
     def _keeping(self, spec: EnvSpec, weights: Weights) -> Callable[[], None]:
         """Return what writes weights as the run's model. The network is built here: that uses torch's random stream."""
@@ -356,7 +383,7 @@ def _rearranged(experiment: Experiment, restore: checkpoint.Found, regrouped: bo
     own = experiment.arrangement
     saved = {name: restore.manifest.get("arrangement", {}).get(name, value) for name, value in own.items()}
     if experiment.fused and saved != own:
-        raise CheckpointError(
+        raise ConfigError(
             f"{restore.directory} was saved with {saved['ranks']} fused loops in"
             f" {'one process' if saved['one role'] else 'processes'}: resume with that number in that placement, or"
             " begin a new run with its model (warm_start)"

@@ -40,7 +40,10 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-RAY = [f"runtime/ray{part}.py" for part in ("", "_calls", "_cluster", "_keeper", "_keepers", "_life", "_stewards")]
+PARTS = (
+    "", "_calls", "_cluster", "_head", "_keeper", "_keepers", "_life", "_roaming", "_stewards", "_watch",
+)  # fmt: skip
+RAY = [f"runtime/ray{part}.py" for part in PARTS]
 
 
 def test_ray_is_named_in_the_files_of_its_placement():

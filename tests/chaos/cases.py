@@ -157,7 +157,7 @@ def case(seed: int) -> Case:
 def _steps_on_ray(run: str, faults: str) -> int:
     """Return how long a run is: it takes Ray two seconds to say that a call is lost, on which two nodes wait most."""
     if faults == LOSS:
-        return 900 if run == "ray, two nodes" else 3000
+        return 900 if run == "ray, two nodes" else 12_000
     return 40_000
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import tempfile
 import time
@@ -35,10 +36,17 @@ class Started:
         words = [word for name, value in {**SMALL, **flags}.items() for word in (f"--{name}", value)]
         self.run = run
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
-        self.process = subprocess.Popen(
-            start_words(["train", preset, "--run-dir", str(run), "--quiet", *words]),
-            stdout=subprocess.DEVNULL, stderr=self._errors, env=environment() | (more or {}), start_new_session=True,
-        )  # fmt: skip
+        ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where tests run under `nohup` it would inherit that
+        try:
+            self.process = subprocess.Popen(
+                start_words(["train", preset, "--run-dir", str(run), "--quiet", *words]),
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                env=environment() | (more or {}),
+                start_new_session=True,
+            )
+        finally:
+            signal.signal(signal.SIGHUP, ignored)
         self.family: dict[int, psutil.Process] = {}
 
     def wait_for(self, moment: Callable[[Path], bool], seconds: float = 0.0) -> None:

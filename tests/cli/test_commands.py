@@ -285,6 +285,16 @@ def test_resuming_a_finished_run_says_how_to_train_further(tmp_path: Path, capsy
     assert "nothing was left" not in longer.out
 
 
+def test_a_run_that_reached_its_target_is_told_a_budget_above_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    early = ("--env-steps", "100000", "--target", "1", "--evaluation.in-a-row", "1")
+    command(capsys, "train", "cartpole", "--run-dir", str(path), "--quiet", *TINY[2:], *early)
+    outcome = command(capsys, "resume", str(path))
+    assert f"nothing was left to do; to train further: qfleet resume {path} --env-steps 200000" in outcome.out
+
+
 def test_the_first_compilation_of_loops_is_announced(tmp_path: Path) -> None:
     script = (
         "import os; os.environ['NUMBA_CACHE_DIR'] = 'empty'\n"

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from started_runs import LOADED_S, PROCESSES, Started, lives, started, training
 
 from qfleet.operating import standing
 from qfleet.runtime import checkpoint
+from qfleet.runtime.ownership import look
 
 
 def follow(run: Path) -> subprocess.Popen[str]:
@@ -39,11 +41,13 @@ def test_a_run_is_watched_survives_a_kill_and_is_stopped_from_outside(
         (victim,) = [process for process in run.family.values() if lives(process) and process.name() == "actor-0"]
         victim.kill()
         run.wait_for(lambda path: standing(path).restarts == 1)
+        run.wait_for(lambda path: (standing(path).env_steps_per_s or 0.0) > 0.0)
         seen = status(capsys, run.run)
         assert (seen["state"], seen["owner"]["pid"]) == ("running", run.process.pid)
         assert (seen["preset"], seen["placement"]) == ("gym:CartPole-v1", "processes")
         assert seen["env_steps"] > 0
-        assert seen["env_steps_per_s"] > 0
+        assert seen["env_steps_per_s"] >= 0.0, "none in a tenth of a second, perhaps, while somebody is begun"
+        assert (seen["actors"], seen["learners"], seen["shards"]) == (2, 1, 1)
 
         for words in (["resume", str(run.run)], ["train", "cartpole", "--run-dir", str(run.run)]):
             second = command(capsys, *words)
@@ -123,6 +127,28 @@ def test_a_run_that_is_still_being_built_is_stopped_too(tmp_path: Path, capsys: 
         run.clean_up()
 
 
+def test_a_run_that_plans_is_seen_and_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Started(tmp_path / "run", {"placement": "processes"}, more={"XDG_CACHE_HOME": str(tmp_path / "empty")})
+    try:
+        run.wait_for(lambda path: look(path).alive)
+        run.process.send_signal(signal.SIGSTOP)  # planning takes seconds, which may be few
+        seen = command(capsys, "status", str(run.run)).out
+        assert seen.startswith(f"{run.run}: running, it plans, and has no settings yet\n  owner "), seen
+        assert str(run.run) in command(capsys, "status", str(tmp_path)).out
+        early = command(capsys, "scale", str(run.run), "--actors", "2")
+        assert (early.code, "it still plans, ask again when it trains" in early.err) == (2, True)
+        threading.Timer(0.5, run.process.send_signal, [signal.SIGCONT]).start()  # it has been asked to end by then
+        done = command(capsys, "stop", str(run.run))
+        assert (done.code, done.out) == (0, "It stopped (interrupted before training began); nothing was saved\n")
+        run.process.wait(LOADED_S)
+        assert run.end() == 130, run.errors()
+        assert status(capsys, tmp_path) == []
+        again = command(capsys, "train", "maze", "--env-steps", "512", "--quiet", "--run-dir", str(run.run))
+        assert again.code == 0, "nothing stands in the way of another try"
+    finally:
+        run.clean_up()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run, two seeds, and a folder that holds neither."""
@@ -149,6 +175,28 @@ def test_a_folder_of_runs_is_a_table(folder: Path, capsys: pytest.CaptureFixture
     one = command(capsys, "status", names[0]).out
     assert one.startswith(f"{names[0]}: finished, budget\n")
     assert "maze (tabular, seed 0)" in one
+
+
+def test_a_status_says_who_is_there_and_how_old_its_numbers_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps are those of the last record, which a reader took for those that a resume goes on from."""
+    run, now = tmp_path / "run", time.time()
+    run.mkdir()
+    (run / "config.yaml").write_text("preset: maze\n")
+    record = {"time": now - 90, "env_steps": 700, "updates": 5, "actors": 3, "learners": 2, "shards": 1}
+    (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    saved = {"time": now - 30, "event": "checkpoint", "env_steps": 900, "path": "900-1"}
+    (run / "events.jsonl").write_text(json.dumps(saved) + "\n")
+    shown = command(capsys, "status", str(run)).out
+    assert "700, 5 updates (last record, 1m30s ago)" in shown
+    assert "at 900 steps, 30s ago" in shown
+    assert "3 actors, 2 learners, 1 shard at the last record" in shown
+    table = command(capsys, "status", str(tmp_path)).out.splitlines()
+    assert "at 900 steps, 30s ago" in table[2]
+    found = status(capsys, run)
+    assert [found[name] for name in ("env_steps", "actors", "learners", "shards")] == [700, 3, 2, 1]
+    assert (found["newest_record"], found["checkpoint"]["env_steps"]) == (record["time"], 900)
 
 
 def test_a_damaged_run_does_not_hide_the_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

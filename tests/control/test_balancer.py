@@ -332,7 +332,7 @@ def test_the_bottleneck_of_processes_is_the_busiest_kind_and_says_who_waits() ->
     assert side_by_side({"actor": [0.9, 1.0], "learner": [0.5]}) == "actors 95% busy; learner waits 50%"
     assert side_by_side({"evaluator": [1.0]}) == ""
     dead = {"actor": [0.0, 0.0], "learner": [0.05]}
-    assert side_by_side(dead) == "nobody is busy: all wait (the busiest, learner, 95%)"
+    assert side_by_side(dead) == "nobody is busy: all wait (the busiest, learner, waits 95% of the time)"
 
 
 def test_inline_roles_share_the_time() -> None:

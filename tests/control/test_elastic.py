@@ -274,6 +274,29 @@ def test_a_cluster_that_stays_as_it_is_is_changed_a_bounded_number_of_times(othe
     assert math.isfinite(elastic.wanted)
 
 
+def test_nothing_is_decided_where_no_node_is_seen_and_nobody_is_given_up_for_it() -> None:
+    """A local Ray whose raylet was killed has none: the policy looked for the roomiest of them."""
+    elastic = policy(wanted=2)
+    elastic.decide(sight(0.0, node("here", 2)))
+    elastic.take(Wish("ann@desk", actors=3, learners=2, shards=2))
+    assert elastic.decide(sight(1.0)) == []
+    assert policy().decide(sight(0.0)) == []
+    assert len(elastic.decide(sight(2.0, node("here", 2)))) == 3, "what was asked for is not forgotten"
+
+
+def test_a_wish_that_rests_after_a_failure_leaves_ranks_free_to_move_off_a_node_that_is_to_go() -> None:
+    elastic, here = policy(learners=2), node("here", 2)
+    going = dataclasses.replace(node("there", 0), ranks=1, draining="Ray drains it")
+    seen = sight(0.0, here, going, learners=2)
+    elastic.take(Wish("ann@desk", learners=3))
+    assert moves(elastic.decide(seen)) == {"learners": (2, 3)}
+    both = dataclasses.replace(seen, at=0.1, resting=frozenset({"learner", "move"}))
+    assert elastic.decide(both) == []
+    (move,) = elastic.decide(dataclasses.replace(seen, at=0.2, resting=frozenset({"learner"})))
+    assert (move.before, move.after, move.reason) == (2, 2, "node there is to go (Ray drains it)")
+    assert moves(elastic.decide(dataclasses.replace(seen, at=1.0))) == {"learners": (2, 3)}
+
+
 def test_ranks_of_a_node_that_is_to_go_move_once_and_keep_their_number() -> None:
     elastic = policy(learners=2)
     here = node("here", 2)

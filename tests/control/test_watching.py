@@ -59,6 +59,18 @@ def test_parts_of_the_replay_in_one_process_hold_up_together() -> None:
     assert record["bottleneck"] == "replays 60% busy; learner waits 50%"
 
 
+def test_a_record_says_how_many_actors_learners_and_shards_there_are() -> None:
+    parts = [Report("replay", part, "running", {}, 0.4, {}, host=host) for part, host in enumerate((None, 0, None))]
+    ranks = [Report("learner", rank, "running", {}, 0.5, {}) for rank in range(2)]
+    actors = [actor(index, 50, 0.5) for index in (0, 3, 4)]
+    record = Progress(experiment(), lambda: 1.0).record([*actors, *parts, *ranks], 50, 5, 1.0)
+    assert (record["actors"], record["learners"], record["shards"]) == (3, 2, 2)
+    fused = [Report("fused", 0, "running", {}, 0.5, {})]
+    record = Progress(experiment(), lambda: 1.0).record(fused, 50, 5, 1.0)
+    assert record["learners"] == 1
+    assert not {"actors", "shards"} & record.keys()
+
+
 def test_what_actors_have_lost_is_their_sum() -> None:
     lost = [Report("actor", i, "running", {"cut_episodes": 2.0, "lost_steps": 3.0 * i}, 1.0, {}) for i in range(2)]
     record = Progress(experiment(), lambda: 1.0).record([*lost, actor(2, 50, 1.0)], 50, 5, 1.0)

@@ -38,8 +38,9 @@ def main(name: str, topology: str) -> None:
     run = qfleet.train(with_changes(apply(preset("cartpole"), "rainbow"), small), seed=7, run_dir=HERE / name)
     (run.dir / "answers.json").write_text(json.dumps(qfleet.load(run.dir).q(OBSERVATIONS).tolist()))
     for path in run.dir.iterdir():
-        if path.name in ("metrics.jsonl", "events.jsonl", "summary.json", ".lock", ".request", ".scale"):
+        if path.name in ("metrics.jsonl", "events.jsonl", "summary.json", ".lock", ".request"):
             path.unlink()
+    shutil.rmtree(run.dir / ".scale")
     for old in checkpoint.complete(run.dir / "checkpoints")[:-1]:
         shutil.rmtree(old)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -254,3 +255,19 @@ def test_a_balancer_is_told_in_one_line_with_why_and_with_what_came_of_it() -> N
 def test_an_event_that_is_not_known_is_still_told() -> None:
     assert sentence({"event": "balanced", "actors": 4, "text": "more actors"}) == "balanced: more actors, actors 4"
     assert sentence({"event": "evaluation", "env_steps": 10, "mean": None}) == "evaluation at 10 steps: mean unknown"
+
+
+def test_a_line_waits_while_nobody_can_tell_whether_it_may_be_written(tmp_path: Path) -> None:
+    """A process that can open no more files cannot look; its run is worth more than the line."""
+    trouble = [OSError(errno.EMFILE, "Too many open files")]
+
+    def require() -> None:
+        if trouble:
+            raise trouble.pop()
+
+    sink = JsonlSink(tmp_path, require)
+    with pytest.raises(QfleetError, match=r"cannot look at .*: Too many open files"):
+        sink.event({"event": "first"})
+    sink.event({"event": "second"})
+    sink.close()
+    assert [line["event"] for line in read_jsonl(tmp_path / "events.jsonl")] == ["first", "second"]

@@ -12,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 
 _STEP = struct.Struct("<4q")
+_SLOW_S = 0.02
 
 
 class Place(NamedTuple):
@@ -63,11 +64,13 @@ class NumberedEnv(gym.Env):  # type: ignore[type-arg]
     action_space = gym.spaces.Discrete(3)
     _made = 0
 
-    def __init__(self, journal: str, hang_at: int = 0) -> None:
+    def __init__(self, journal: str, hang_at: int = 0, slow: str = "") -> None:
         """Write steps into a file of the directory `journal` that is named after the process.
 
-        With `hang_at` the first environment of each actor hangs in that step, counted from 1, in its first life.
+        With `hang_at` the first environment of each actor hangs in that step, counted from 1, in its first life. While
+        the file `slow` exists, steps take so long that a run does not come to its end on any machine.
         """
+        self._slow = slow
         self._seed, self._step, self._number = 0, 0, NumberedEnv._made
         NumberedEnv._made += 1
         role = Path("/proc/self/comm").read_text().strip()  # roles name their process
@@ -87,6 +90,8 @@ class NumberedEnv(gym.Env):  # type: ignore[type-arg]
         self._hangs_in -= 1
         while self._hangs_in == 0:
             time.sleep(3600)
+        if self._slow and os.path.exists(self._slow):
+            time.sleep(_SLOW_S)
         self._step += 1
         over = self._step >= length(self._seed)
         ends = terminates(self._seed)

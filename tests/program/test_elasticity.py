@@ -37,10 +37,13 @@ def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 class Operator:
-    """Asks for other numbers when the run has come so many steps, each time the answer to the last one is there."""
+    """Asks for other numbers when the run has come so many steps, each time the answer to the last one is there.
 
-    def __init__(self, run: Path, *wishes: tuple[int, int | None, int | None]) -> None:
-        self.run, self.wishes, self.asked = run, list(wishes), 0
+    Ends the run when there is an event of the kind `until`.
+    """
+
+    def __init__(self, run: Path, *wishes: tuple[int, int | None, int | None], until: str = "") -> None:
+        self.run, self.wishes, self.asked, self._until = run, list(wishes), 0, until
         self.placement: Any = None
         self.seen: list[tuple[list[int], list[int]]] = []
 
@@ -52,6 +55,8 @@ class Operator:
             _, actors, learners = self.wishes.pop(0)
             ownership.request_scale(self.run, actors, learners)
             self.asked += 1
+        if self._until and events_of(self.run, self._until):
+            stop()
 
     def placed(self, *arguments: Any) -> Any:
         self.placement = place(*arguments)
@@ -63,8 +68,8 @@ def operated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., t
     """Return a function that trains a short run under an operator."""
     monkeypatch.setattr(ownership, "BEAT_S", 0.02)
 
-    def train(*wishes: tuple[int, int | None, int | None], **changes: Any) -> tuple[api.Run, Operator]:
-        operator = Operator(tmp_path / "run", *wishes)
+    def train(*wishes: tuple[int, int | None, int | None], until: str = "", **changes: Any) -> tuple[api.Run, Operator]:
+        operator = Operator(tmp_path / "run", *wishes, until=until)
         monkeypatch.setattr(qfleet.session, "place", operator.placed)
         experiment = short(**{**SETTINGS, **changes})
         run = api.train(experiment, run_dir=operator.run, callbacks=Callbacks(on_step=operator.on_step))
@@ -87,7 +92,7 @@ def test_actors_and_learners_join_and_leave_and_every_draw_is_learned_from_once(
 ) -> None:
     if kind == "ray":
         request.getfixturevalue("ray_session")
-    run, operator = operated((500, 2, 2), (1800, 9, None), (1900, 1, 1), env_steps=3500, placement=kind)
+    run, operator = operated((500, 2, 2), (1800, 9, None), (1900, 1, 1), env_steps=8000, placement=kind)
     assert operator.seen == [([0, 1], [0, 1]), ([0, 1], [0, 1]), ([0], [0])]
     assert sorted(changes_of(run)) == [("actors", 1, 2), ("actors", 2, 1), ("learners", 1, 2), ("learners", 2, 1)]
     assert all("asked for by " in event["text"] for event in events_of(run.dir, "elastic"))
@@ -126,17 +131,17 @@ def test_a_run_is_resumed_with_those_who_were_there_and_who_was_away_can_come_ba
     operated: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its messages must not be taken for ones that the replay has already."""
-    run, operator = operated((500, 3, None), (1500, 1, None), env_steps=2500, actors=2)
+    run, operator = operated((500, 3, None), (1500, 1, None), env_steps=12_000, actors=2)
     assert operator.seen == [([0, 1, 2], [0]), ([0], [0])]
-    operator.wishes, operator.asked, operator.seen = [(2600, 3, 2)], 2, operator.seen[:2]
-    further = api.resume(run.dir, env_steps=6000, callbacks=Callbacks(on_step=operator.on_step))
+    operator.wishes, operator.asked, operator.seen = [(12_100, 3, 2)], 2, operator.seen[:2]
+    further = api.resume(run.dir, env_steps=30_000, callbacks=Callbacks(on_step=operator.on_step))
     assert changes_of(further)[-2:] in ([("actors", 1, 3), ("learners", 1, 2)], [("learners", 1, 2), ("actors", 1, 3)])
     assert operator.seen[-1] == ([0, 1, 2], [0, 1])
     assert owed(further) - 6 < further.summary["updates"] <= owed(further) + 6, "a resumed limiter forgives"
     last = checkpoint.complete(run.dir / "checkpoints")[-1]
     replay = checkpoint.read_state(last, "replay-0")["replay"]
     assert replay["counts"]["duplicates"] == 0
-    again = api.resume(run.dir, env_steps=6600)
+    again = api.resume(run.dir, env_steps=30_600)
     record = json.loads((again.dir / "metrics.jsonl").read_text().splitlines()[-1])
     assert {f"actor.{index}.busy" for index in range(3)} | {"learner.1.busy"} <= set(record), "they are all there again"
 
@@ -152,7 +157,7 @@ def test_a_run_is_resumed_with_those_who_were_there_and_who_was_away_can_come_ba
     ids=["two shards", "served", "prioritised"],
 )
 def test_other_arrangements_grow_and_shrink_and_come_to_their_end(changes: dict[str, Any], operated: Any) -> None:
-    run, operator = operated((500, 3, 2), (2000, 1, 1), (2500, 2, 2), env_steps=4000, **changes)
+    run, operator = operated((500, 3, 2), (2000, 1, 1), (2500, 2, 2), env_steps=20_000, **changes)
     assert operator.seen == [([0, 1, 2], [0, 1]), ([0], [0]), ([0, 1], [0, 1])]
     assert events_of(run.dir, "restart") == []
     assert owed(run) - 3 < run.summary["updates"] <= owed(run) + 1
@@ -165,8 +170,9 @@ def test_actors_are_added_by_themselves_where_they_hold_the_learner_up(
     eight = [Machine("here", "here", cores=8.0)]
     monkeypatch.setattr(ProcessPlacement, "machines", lambda placement: eight)
     monkeypatch.setattr(ProcessPlacement, "home", lambda placement, name: "here")
-    acting = {"learner.train_period": 1024.0, "network.hidden": [512, 512]}
-    run, _ = operated(env_steps=300_000, **acting, **{"elastic.automatic": "on", "elastic.settle_s": 1.0})
+    acting = {"learner.train_period": 1024.0, "network.hidden": [512, 512], "actor.unroll": 8}
+    automatic = {"elastic.automatic": "on", "elastic.settle_s": 1.0}
+    run, _ = operated(until="elastic", env_steps=10_000_000, **acting, **automatic)
     added = [event for event in events_of(run.dir, "elastic") if event["what"] == "actors"]
     assert added
     assert all(event["after"] == event["before"] + 1 and "the learner waits" in event["text"] for event in added)

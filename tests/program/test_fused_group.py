@@ -99,13 +99,14 @@ def test_loops_that_take_turns_in_one_process_have_the_numbers_of_processes(name
 
 
 class Killer:
-    """Kills a rank when the run has come a number of steps."""
+    """Kills a rank when the run has come a number of steps, and has a checkpoint there, if one is named."""
 
-    def __init__(self, at: int) -> None:
-        self._at, self.placement = at, None
+    def __init__(self, at: int, saved: Path | None = None) -> None:
+        self._at, self._saved, self.placement = at, saved, None
 
     def on_step(self, metrics: dict[str, Any], stop: Any) -> None:
-        if self._at and metrics["env_steps"] >= self._at:
+        saved = self._saved is None or bool(checkpoint.complete(self._saved))
+        if self._at and metrics["env_steps"] >= self._at and saved:
             os.kill(self.placement.pids()["fused-1"], signal.SIGKILL)
             self._at = 0
 
@@ -152,9 +153,14 @@ def test_a_death_before_anything_was_kept_begins_the_run_anew(tmp_path, monkeypa
 
 
 def test_loops_with_a_replay_go_back_to_the_last_checkpoint_together_and_say_what_that_costs(tmp_path, monkeypatch):
-    killer = Killer(at=1200)
+    long = {
+        "env_steps": 12_000,
+        "evaluation.every": 6000,
+    }  # so that it is not over when the first checkpoint is written
+    whole = api.train(group("cartpole", **long), seed=5, run_dir=tmp_path / "whole")
+    killer = Killer(at=1200, saved=tmp_path / "run" / "checkpoints")
     monkeypatch.setattr(qfleet.session, "place", killer.placed)
-    experiment = group("cartpole", **{"checkpoint.every": 500})
+    experiment = group("cartpole", **long, **{"checkpoint.every": 500})
     run = api.train(experiment, seed=5, run_dir=tmp_path / "run", callbacks=Callbacks(on_step=killer.on_step))
     (told,) = [event["text"] for event in events_of(run, "notice") if event["kind"] == "restarted"]
     assert told.startswith("fused[1] failed: its process was killed by SIGKILL")
@@ -165,7 +171,7 @@ def test_loops_with_a_replay_go_back_to_the_last_checkpoint_together_and_say_wha
     assert death["cause"].startswith("its process was killed by SIGKILL")
     assert death["seconds_to_repair"] > 0
     assert len(events_of(run, "resumed")) == 1
-    assert fingerprint(run) == fingerprint(uncut("cartpole"))
+    assert fingerprint(run) == fingerprint(whole)
 
 
 @pytest.mark.slow

@@ -133,8 +133,9 @@ def test_a_bad_configuration_found_while_running_keeps_what_there_is(tmp_path):
 
 
 def test_checkpoints_come_by_time_too_and_change_nothing(tmp_path):
-    often = qfleet.train(short(**{"checkpoint.every_s": 0.05}), seed=6, run_dir=tmp_path / "often")
-    seldom = qfleet.train(short(**{"checkpoint.every": 10**6}), seed=6, run_dir=tmp_path / "seldom")
+    long = {"env_steps": 8000, "checkpoint.every": 10**6}  # so that several times pass on a fast machine, too
+    often = qfleet.train(short(**long, **{"checkpoint.every_s": 0.05}), seed=6, run_dir=tmp_path / "often")
+    seldom = qfleet.train(short(**long), seed=6, run_dir=tmp_path / "seldom")
     made = [event for event in read_jsonl(often.dir / "events.jsonl") if event["event"] == "checkpoint"]
     assert len(made) > 3
     assert fingerprint(often) == fingerprint(seldom)

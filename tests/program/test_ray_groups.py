@@ -52,7 +52,7 @@ def test_the_updates_of_a_group_over_two_nodes_are_those_of_one_learner(later_no
     """Also when the rank there leaves, and comes again, and must move because its node is to go."""
     from qfleet.runtime.ray import RayPlacement
 
-    draws, other = 320, later_node.begin()
+    draws, other = 1500, later_node.begin()
     graph, counter = scripted(draws, 2, tmp_path)
     placement = RayPlacement(graph, groups=("learner",), across=("learner",))
     try:
@@ -62,14 +62,14 @@ def test_the_updates_of_a_group_over_two_nodes_are_those_of_one_learner(later_no
         assert "without encryption" in told[0].text
         updates = placement.open(counter)
         until(placement, lambda: updates.total() >= 60)
-        assert placement.regroup("learner", 1, NO_BATCH)
+        assert not placement.regroup("learner", 1, NO_BATCH)
         assert placement._meeting is None, "nobody listens where all of a group is on one node"
         until(placement, lambda: updates.total() >= 120)
-        assert placement.regroup("learner", 2, NO_BATCH)
+        assert not placement.regroup("learner", 2, NO_BATCH)
         assert apart(placement)
         until(placement, lambda: updates.total() >= 200)
         drain(other)
-        assert placement.regroup("learner", 2, NO_BATCH)
+        assert not placement.regroup("learner", 2, NO_BATCH)
         assert not apart(placement)
         finish(placement)
         folder = tmp_path / "saved"
@@ -132,16 +132,29 @@ def test_a_group_goes_on_when_the_node_of_one_of_its_ranks_is_lost(
     assert owed - lost - 20 <= run.summary["updates"] <= owed + 1
 
 
+RAY = "--placement ray (not 'processes')"
+GROUP = "--learners 2 or more, or --elastic.max_learners 2 or more"
+WHOLE = "whole networks"
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "missing", "words"),
     [
-        {"placement": "processes", "learners": 2},
-        {"learners": 1},
-        {"learners": 1, "parallel.tensor": 2},
-        {"learners": 2, "parallel.update": {"kind": "sharded"}},
-        {"learners": 2, "parallel.update": {"kind": "server", "servers": 1}},
+        ({"placement": "processes", "learners": 2}, {RAY}, ""),
+        ({"learners": 1}, {GROUP}, ""),
+        ({"placement": "processes", "learners": 1}, {RAY, GROUP}, ""),
+        ({"learners": 1, "parallel.tensor": 2}, {WHOLE}, "--parallel.tensor 1"),
+        ({"learners": 1, "parallel.pipeline": 2}, {WHOLE}, "--parallel.pipeline 1"),
+        ({"learners": 2, "parallel.update": {"kind": "sharded"}}, {WHOLE}, "not 'sharded'"),
+        ({"learners": 2, "parallel.update": {"kind": "server", "servers": 1}}, {WHOLE}, "not 'server'"),
+        ({"learners": 2, "topology": "fused"}, {"--topology pipeline"}, ""),
     ],
 )
-def test_what_cannot_be_on_several_nodes_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"parallel.across_nodes is for a group of learners .* in placement 'ray'"):
+def test_what_cannot_be_on_several_nodes_is_refused_with_what_is_missing(
+    changes: dict[str, Any], missing: set[str], words: str
+) -> None:
+    """A user was told all conditions, and had to find out which one was meant."""
+    with pytest.raises(ConfigError, match=r"parallel.across_nodes needs") as refused:
         short(**{"placement": "ray", "network.hidden": [16], "parallel.across_nodes": True, **changes})
+    assert {one for one in (RAY, GROUP, WHOLE, "--topology pipeline") if one in str(refused.value)} == missing
+    assert words in str(refused.value)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,13 +15,17 @@ from program_cases import digest, short, stop_at
 
 import qfleet.api as api
 from qfleet import rearranging
+from qfleet.control.monitor import Callbacks
 from qfleet.core import codec
-from qfleet.core.errors import CheckpointError, ConfigError
+from qfleet.core.errors import ConfigError
 from qfleet.core.role import State
 from qfleet.core.types import Batch
 from qfleet.experiment import Experiment
+from qfleet.observe.sinks import read_jsonl
+from qfleet.operating import standing
 from qfleet.presets import preset
 from qfleet.runtime import checkpoint
+from qfleet.runtime.ownership import request_scale
 
 SLOW = pytest.mark.slow
 PRIORITISED = {"replay.sampler": {"kind": "prioritised"}}
@@ -233,6 +242,78 @@ def test_draws_for_which_there_is_no_room_are_made_again(tmp_path):
 def test_other_fused_loops_are_refused_with_what_fits(tmp_path):
     loop = short("pqn", "cartpole", 2048, topology="auto", env=preset("cartpole").env, learners=2, placement="inline")
     run = api.train(loop, seed=5, run_dir=tmp_path / "run", callbacks=stop_at(1000))
-    with pytest.raises(CheckpointError, match="saved with 2 fused loops in one process"):
+    with pytest.raises(ConfigError, match="saved with 2 fused loops in one process"):
         api.resume(run.dir, learners=1)
+    assert standing(run.dir).state == "finished", "what is refused is no failure of the run"
+    assert api.resume(run.dir).summary["env_steps"] >= 2048
+
+
+KILLED = "import sys, qfleet.api\nqfleet.api.resume(sys.argv[1], learners=2, placement='inline')"
+
+
+def killed_on_the_way(run: Path, point: str, script: str = KILLED) -> None:
+    """Resume a run with two learners in a process that is killed at a point, before or after there is a placement."""
+    fail = ",".join(f"{role}/{point}:kill@1" for role in ("driver", "inline", "supervisor"))
+    done = subprocess.run([sys.executable, "-c", script, str(run)], env=os.environ | {"QFLEET_FAIL": fail})
+    assert done.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("point", "learners"),
+    [
+        ("resume.before_rearranging", 1),
+        ("checkpoint.before_manifest", 1),
+        ("resume.before_settings", 1),
+        ("write.config", 1),
+        ("resume.after_settings", 2),
+        ("checkpoint.before_rename", 2),
+    ],
+)
+def test_whoever_is_killed_on_the_way_to_another_plan_leaves_a_run_that_goes_on(point, learners, tmp_path):
+    uncut = api.train(in_turns(), seed=5, run_dir=tmp_path / "uncut")
+    run = api.train(in_turns(), seed=5, run_dir=tmp_path / "run", callbacks=stop_at(150))
+    before = checkpoint.complete(run.dir / "checkpoints")
+    killed_on_the_way(run.dir, point)
+    assert checkpoint.complete(run.dir / "checkpoints") == before
+    resumed = api.resume(run.dir)
+    assert Experiment.from_yaml(run.dir / "config.yaml").learners == learners
+    assert resumed.summary["env_steps"] == 400
+    assert resumed.summary["updates"] == uncut.summary["updates"]
+
+
+def scaled_to(learners: int, run: Path) -> Callbacks:
+    """Callbacks that ask a run for so many learners, and end it when it has them."""
+    asked: list[str] = []
+
+    def on_step(metrics: dict[str, Any], stop: Any) -> None:
+        if not asked and metrics["env_steps"] >= 300:
+            asked.append(request_scale(run, learners=learners))
+        if asked and any(event["event"] == "scaled" for event in read_jsonl(run / "events.jsonl")):
+            stop()
+
+    return Callbacks(on_step=on_step)
+
+
+def learners_of(run: Path) -> int:
+    return int(checkpoint.newest_good(run / "checkpoints").manifest["standing"]["learners"])
+
+
+@pytest.mark.parametrize("asked", [1, pytest.param(2, marks=SLOW)])
+def test_whoever_is_killed_on_the_way_leaves_a_run_that_was_scaled_as_many_learners_as_it_had(asked, tmp_path):
+    """The checkpoint of the other learners stayed, and a plain resume went on with their number."""
+    elastic = {"elastic.max_learners": 3, "elastic.automatic": "off", "network.input.normalize": False}
+    run = tmp_path / "run"
+    done = api.train(everything(10**6, learners=1, **elastic), seed=3, run_dir=run, callbacks=scaled_to(3, run))
+    assert learners_of(run) == 3
+    script = f"import sys, qfleet.api\nqfleet.api.resume(sys.argv[1], learners={asked})"
+    killed_on_the_way(run, "resume.before_settings", script)
+    api.resume(run, callbacks=stop_at(done.summary["env_steps"] + 100))
+    assert learners_of(run) == 3
+
+
+def test_whoever_is_killed_on_the_way_to_a_plan_that_cannot_be_leaves_a_run_that_goes_on(tmp_path):
+    """The new plan was in config.yaml before it was tried, and every further resume was refused."""
+    loop = short("pqn", "cartpole", 2048, topology="auto", env=preset("cartpole").env, placement="inline")
+    run = api.train(loop, seed=5, run_dir=tmp_path / "run", callbacks=stop_at(1000))
+    killed_on_the_way(run.dir, "resume.before_rearranging")
     assert api.resume(run.dir).summary["env_steps"] >= 2048

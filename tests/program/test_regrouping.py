@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -121,7 +123,7 @@ def test_the_updates_of_a_group_that_changes_are_those_of_one_learner(
 ) -> None:
     if kind == "ray":
         request.getfixturevalue("ray_session")
-    draws, ranks = 80 * (len(sizes) + 1), max(first, *sizes)
+    draws, ranks = 300 * (len(sizes) + 1), max(first, *sizes)
     graph, counter = scripted(draws, ranks, tmp_path)
     away = [f"learner-{rank}" for rank in range(first, ranks)]
     placement = place(kind, graph, away)
@@ -134,7 +136,7 @@ def test_the_updates_of_a_group_that_changes_are_those_of_one_learner(
                 placement.advance()
             if placement.done:
                 pytest.fail("the script was over before the group was changed")
-            assert placement.regroup("learner", size, NO_BATCH)
+            assert not placement.regroup("learner", size, NO_BATCH)
             assert placement.present("learner") == list(range(size))
         finish(placement)
         folder = tmp_path / "saved"
@@ -144,3 +146,44 @@ def test_the_updates_of_a_group_that_changes_are_those_of_one_learner(
     finally:
         placement.close()
     require_equal(folder, draws, tmp_path / "alone")
+
+
+def test_a_rank_that_dies_just_after_it_parted_is_begun_anew_and_the_group_is_changed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its death was heard before all others had parted: its life was gone, and to end it was a KeyError."""
+    draws = 600
+    graph, counter = scripted(draws, 2, tmp_path)
+    placement = ProcessPlacement(graph, groups=("learner",))
+    ask, deaths = placement._ask, []
+
+    def parting(command: Any, members: Any, *rest: Any) -> Any:
+        answers = ask(command, members, *rest)
+        if command == "part" and not deaths:
+            dead = next(member for member in members if member.name == "learner-1")
+            os.kill(placement.pids()[dead.name], signal.SIGKILL)
+            until = time.monotonic() + 120
+            while dead.died_at is None:
+                assert time.monotonic() < until
+                placement.attend(0.01)
+            deaths.append(dead.name)
+        return answers
+
+    monkeypatch.setattr(placement, "_ask", parting)
+    try:
+        updates = placement.open(counter)
+        while not updates.total():
+            placement.advance()
+        assert "learner-1 died" in placement.regroup("learner", 1, NO_BATCH)
+        assert deaths == ["learner-1"]
+        assert placement.present("learner") == [0, 1]
+        until = time.monotonic() + 120
+        while placement.regroup("learner", 1, NO_BATCH):
+            assert time.monotonic() < until, placement.reports()
+            assert not placement.done, "the script was over before the group was changed"
+            placement.advance()
+        assert placement.present("learner") == [0]
+        finish(placement)
+        assert updates.total() == draws, "they had kept all that they had learned when they parted"
+    finally:
+        placement.close()

@@ -19,6 +19,7 @@ import qfleet.api as api
 import qfleet.session
 from qfleet.control.monitor import Callbacks
 from qfleet.core.errors import ConfigError
+from qfleet.experiment import Experiment
 from qfleet.program import place
 from qfleet.runtime import checkpoint, ownership
 
@@ -29,6 +30,14 @@ ROLES = ("actor-0", "actor-2", "replay-0", "replay-1", "replay-2", "learner-0")
 def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
     lines = (run / "events.jsonl").read_text().splitlines()
     return [event for line in lines if (event := json.loads(line))["event"] == kind]
+
+
+def slowed(folder: Path, env_steps: int, **changes: Any) -> Experiment:
+    """Return a run that does not come to its end before an operator has had all that it wishes."""
+    marker = folder / "slow"
+    marker.touch()
+    kwargs = {"journal": str(folder / "journal"), "slow": str(marker)}
+    return experiment(folder, env_steps, **{**PARTS, "env.kwargs": kwargs, **changes})
 
 
 class Operator(Killer):
@@ -51,6 +60,8 @@ class Operator(Killer):
             _, shards, self.victim = self.wishes.pop(0)
             ownership.request_scale(self.run, shards=shards)
             self.asked += 1
+        if not self.wishes and self.asked == len(self.present):
+            (self.run.parent / "slow").unlink(missing_ok=True)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +79,7 @@ def updates_of(run: Path) -> int:
 
 
 def test_nothing_is_lost_when_shards_come_and_go_and_some_die(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, folder = experiment(tmp_path, 2400, **PARTS), tmp_path / "run"
+    run, folder = slowed(tmp_path, 2400), tmp_path / "run"
     operator = Operator(folder, (300, 2, ""), (800, 3, "replay-2"), (1400, 1, "replay-0"))
     found, deaths = survive(run, tmp_path, monkeypatch, operator)
     assert operator.present == [[0, 1], [0, 1, 2], [0]]
@@ -87,7 +98,7 @@ def test_many_changes_with_many_kills(
     storage: dict[str, Any], capacity: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"replay.capacity": capacity, "replay.storage": storage, "replay.segment": 20}
-    run, folder = experiment(tmp_path, 8000, **PARTS, **changes), tmp_path / "run"
+    run, folder = slowed(tmp_path, 8000, **changes), tmp_path / "run"
     wishes = [(500 + 800 * n, (2, 3, 1)[n % 3], f"replay-{0 if n % 3 == 2 else 1}" if n % 2 else "") for n in range(9)]
     operator = Operator(folder, *wishes, kills=8, pause=800)
     found, deaths = survive(run, tmp_path, monkeypatch, operator)
@@ -99,7 +110,7 @@ def test_many_changes_with_many_kills(
 
 def cut_and_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int, **changes: Any) -> None:
     """Cut a run that has grown to two shards, go on, let it grow and shrink, and check all that it ever did."""
-    run, directory = experiment(folder, steps, **PARTS, **changes), folder / "run"
+    run, directory = slowed(folder, steps, **changes), folder / "run"
     operator = Operator(directory, (300, 2, ""))
 
     def placed(*arguments: Any) -> Any:
@@ -155,7 +166,7 @@ def test_shards_and_learners_change_together_and_each_draw_is_learned_from_once(
             ownership.request_scale(tmp_path / "run", None, learners, shards)
 
     done = api.train(short(**{**PARTS, **room}), run_dir=tmp_path / "run", callbacks=Callbacks(on_step=on_step))
-    assert [event["text"] for event in events_of(done.dir, "scaled")][-1] == "3 actors, 2 learners, 1 shards"
+    assert [event["text"] for event in events_of(done.dir, "scaled")][-1] == "3 actors, 2 learners, 1 shard"
     assert len(changes_of(done.dir)) == 6
     owed = (done.summary["env_steps"] - 200) / 4
     assert owed - 4 < done.summary["updates"] <= owed + 3, "parts that draw at the same moment may be ahead by one each"
@@ -181,7 +192,8 @@ def test_a_run_that_shares_out_its_replay_again_is_resumed_with_other_learners(t
         ({"placement": "inline"}, "max_shards 3 needs agent.kind 'replay' and placement 'processes' or 'ray'"),
         ({"lockstep": True}, "max_shards 3 needs .* without lockstep"),
         ({"agent.kind": "rollout", "learner.evaluated": "online"}, "max_shards 3 needs agent.kind 'replay'"),
-        ({"normalise_rewards": True}, "normalise_rewards needs one replay shard, not 3"),
+        ({"normalise_rewards": True}, "normalise_rewards needs one replay shard, not 3 .elastic.max_shards."),
+        ({"normalise_rewards": True}, "set --normalise_rewards False"),
         (
             {"topology": "fused", "actors": 1, "placement": "inline", "env": {"kind": "tensor", "game": "cartpole"}},
             "max_shards",

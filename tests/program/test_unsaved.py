@@ -82,11 +82,13 @@ def unsaved(run: Path) -> list[str]:
 
 
 def test_two_checkpoints_without_room_are_one_notice_and_change_nothing_else(tmp_path, monkeypatch, at_once):
+    genuine = captured.save_file
+
     def on_step(metrics: dict[str, Any], stop: Any) -> None:
         if metrics["env_steps"] == 240:
             monkeypatch.setattr(captured, "save_file", full)
         elif metrics["env_steps"] == 640:
-            monkeypatch.undo()
+            monkeypatch.setattr(captured, "save_file", genuine)  # undo() would take back the waiting of at_once, too
 
     run = qfleet.train(short(**OFTEN), seed=5, run_dir=tmp_path / "run", callbacks=Callbacks(on_step=on_step))
     assert [event["env_steps"] for event in events(run.dir, "checkpoint")] == [208, 800, 1008, 1200]
@@ -184,6 +186,9 @@ def test_a_deleted_directory_is_made_again_with_all_that_a_resume_needs(tmp_path
     assert qfleet.resume(run.dir, env_steps=1408).summary["env_steps"] == 1408
 
 
+TOLD = ("unsaved", "unwritten", "unremoved")
+
+
 class Screen(Silent):
     """Remembers the kinds and texts of notices."""
 
@@ -191,7 +196,7 @@ class Screen(Silent):
         self.told: list[tuple[str, str]] = []
 
     def event(self, record: Any) -> None:
-        if record["event"] == "notice" and record["kind"] in ("unsaved", "unwritten", "written"):
+        if record["event"] == "notice" and record["kind"] in (*TOLD, "written"):
             self.told.append((record["kind"], record["text"]))
 
 
@@ -201,7 +206,7 @@ SITES = {
     "checkpoint.in_chunk": ["unsaved"],
     "checkpoint.before_manifest": ["unsaved"],
     "checkpoint.before_rename": ["unsaved"],
-    "checkpoint.before_removal": [],
+    "checkpoint.before_removal": ["unremoved"],
     "model.write": ["unsaved"],
     "metrics.write": ["unwritten", "written"],
     "events.write": ["unwritten", "written"],
@@ -220,11 +225,40 @@ def test_a_full_disk_anywhere_does_not_end_a_run_and_is_told(site, tmp_path, mon
     assert all("No space left on device" in text for kind, text in screen.told if kind != "written")
     assert run.summary["stopped_by"] == "budget"
     assert checkpoint.newest_good(run.dir / "checkpoints").manifest["env_steps"] == run.summary["env_steps"]
-    in_file = [event["kind"] for event in events(run.dir, "notice") if event["kind"] in ("unsaved", "unwritten")]
+    in_file = [event["kind"] for event in events(run.dir, "notice") if event["kind"] in TOLD]
     assert in_file == [kind for kind in SITES[site] if kind != "written"], "what was told is in the file, too"
     steps = [record["env_steps"] for record in read_jsonl(run.dir / "metrics.jsonl")]
     assert steps == sorted(steps)
     assert not list(run.dir.rglob("*.partial")) + list((run.dir / "checkpoints").glob(".epoch-*/[0-9]*"))
+
+
+@pytest.mark.parametrize("how", ["rename", "rmtree"])
+def test_checkpoints_that_cannot_be_removed_are_told_once_as_long_as_that_lasts(how, tmp_path, request, at_once):
+    """Nothing was said at all, and the disk filled up unseen."""
+    rename, disk = os.rename, pytest.MonkeyPatch()
+    request.addfinalizer(disk.undo)
+
+    def stuck(source: Any, target: Any) -> None:
+        if Path(target).name.startswith("leaving-"):
+            raise OSError(30, "Read-only file system", str(source))
+        rename(source, target)
+
+    def on_checkpoint(metrics: dict[str, Any], stop: Any) -> None:
+        made.append(metrics["env_steps"])
+        if len(made) in (2, 6):
+            target, broken = {"rename": ("os.rename", stuck), "rmtree": ("shutil.rmtree", lambda *_, **__: None)}[how]
+            disk.setattr(f"qfleet.runtime.epochs.{target}", broken)
+        elif len(made) == 4:
+            disk.undo()
+
+    made: list[int] = []
+    experiment = short(env_steps=1400, **{"checkpoint.every": 150, "checkpoint.keep": 1})
+    callbacks = Callbacks(on_checkpoint=on_checkpoint)
+    run = qfleet.train(experiment, run_dir=tmp_path / "run", callbacks=callbacks)
+    texts = [event["text"] for event in events(run.dir, "notice") if event["kind"] == "unremoved"]
+    assert len(made) > 8
+    assert len(texts) == 2, "once each time that it begins"
+    assert all("could not be removed" in text and str(run.dir / "checkpoints") in text for text in texts)
 
 
 @pytest.mark.parametrize("site", ["write.config", "write.summary"])

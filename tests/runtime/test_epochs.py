@@ -117,3 +117,16 @@ def test_what_a_killed_epoch_left_goes_with_the_next(tmp_path: Path) -> None:
     *rest, folder = sorted(tmp_path.iterdir(), key=lambda path: path.name.startswith(".epoch-000002"))
     assert {path.name for path in rest} == {"000000000010", "chunks"}
     assert [path.name for path in folder.iterdir()] == ["owner"]
+
+
+def test_what_could_not_be_removed_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told that this would be so, and never looked at again."""
+    epoch = Epoch.begin(tmp_path)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    with monkeypatch.context() as broken:
+        broken.setattr(shutil, "rmtree", lambda *_, **__: None)
+        epoch.discard(tmp_path / "one")
+        assert epoch.sweep() == ["one"]
+    epoch.discard(tmp_path / "two")
+    assert epoch.sweep() == []

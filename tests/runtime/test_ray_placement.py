@@ -5,13 +5,15 @@ Every steward's forkserver imports torch anew, so that a test has several things
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,7 +173,7 @@ def test_more_roles_than_a_cluster_has_cpus_for_are_refused(ray_session: None) -
 
     from qfleet.runtime.ray_cluster import cpu_shares, require_started, sites
 
-    (here,) = sites()
+    (here,) = sites("")
     assert cpu_shares([here] * 5) == {here: 0.2}
     with pytest.raises(ConfigError, match=r"no CPUs for 1000 roles: node .* has 2, .*; lower --actors or add nodes"):
         cpu_shares([here] * 1000)
@@ -197,9 +199,10 @@ def test_an_object_store_that_is_too_small_is_refused() -> None:
 
 
 def test_a_cluster_that_cannot_be_joined_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a Ray: nobody listens; somebody does, and Ray says what it says without a token or of other versions."""
+    """Without a Ray: nobody listens; a head does, and Ray says what it says without a token or of other versions."""
     import ray
 
+    from qfleet.runtime import ray_head
     from qfleet.runtime.ray_cluster import connect
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -208,28 +211,109 @@ def test_a_cluster_that_cannot_be_joined_is_told_with_the_remedy(monkeypatch: py
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         with pytest.raises(ConfigError, match=rf"no Ray cluster answers at {address} .*is its head running"):
             connect(address)
-        listening.listen()
-        says = ConnectionError("Failed to connect to Ray cluster")
+    says = ConnectionError("Failed to connect to Ray cluster")
 
-        def refused(**settings: Any) -> None:
-            raise says
+    def refused(**settings: Any) -> None:
+        raise says
 
-        monkeypatch.setattr(ray, "init", refused)
-        monkeypatch.setenv("RAY_AUTH_TOKEN", "an old one")
-        with pytest.raises(ConfigError, match=r"could not join .* want another token \(set RAY_AUTH_TOKEN or"):
+    monkeypatch.setattr(ray, "init", refused)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "an old one")
+    with answering(ray_head._GREETING[-9:]) as address:
+        with pytest.raises(
+            ConfigError, match=r"could not join .* want another token \(set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or"
+        ):
             connect(address)
         says = RuntimeError("Version mismatch: The cluster was started with: Ray: 2.50.0")
         with pytest.raises(ConfigError, match=r"has other versions: .*Ray: 2.50.0; install the same on every node"):
             connect(address)
-    with pytest.raises(ConfigError, match=r"of Ray's client: run qfleet on a node of the cluster, with --address auto"):
-        connect("ray://somewhere:10001")
+    for client in ("ray://somewhere:10001", "auto"):
+        monkeypatch.setenv("RAY_ADDRESS", "ray://somewhere:10001")
+        with pytest.raises(
+            ConfigError, match=r"of Ray's client: run qfleet on a node of the cluster, with --address HOST"
+        ):
+            connect(client)
+
+
+@contextlib.contextmanager
+def answering(text: bytes) -> Iterator[str]:
+    """Have somebody listen who says this to each who comes, and then nothing; returns the address."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            lines = []
+            with contextlib.suppress(OSError):
+                while True:
+                    lines.append(listening.accept()[0])
+                    lines[-1].sendall(text)
+
+        server = threading.Thread(target=serve, daemon=True)
+        server.start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+        server.join()
+
+
+@pytest.mark.parametrize(
+    ("text", "trouble"),
+    [(b"", "says nothing within 0.2 s"), (b"HTTP/1.0 400 Bad", "does not speak as Ray does"), (b"HT", "says nothing")],
+)
+def test_somebody_who_is_no_head_is_refused_before_ray_tries_for_minutes(
+    text: bytes, trouble: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By its address, and by that which a former cluster has left behind for 'auto'."""
+    import ray
+    from ray._private import services, utils
+
+    from qfleet.runtime import ray_head
+    from qfleet.runtime.ray_cluster import connect
+
+    left_behind = tmp_path / "ray_current_cluster"
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_head, "_GREET_S", 0.2)
+    monkeypatch.setattr(services, "find_gcs_addresses", list)
+    for module in (utils, ray_head):
+        monkeypatch.setattr(module, "get_ray_address_file", lambda folder: str(left_behind))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=r"auto finds no Ray cluster on this machine: start one \(`ray start --head`"):
+        connect("auto")
+    with answering(text) as address:
+        with pytest.raises(ConfigError, match=rf"no Ray cluster answers at {address} \(.*{trouble}.*Leave --address"):
+            connect(address)
+        left_behind.write_text(address)
+        with pytest.raises(ConfigError, match=rf"at {address}, .* auto leads by the file {left_behind} \(.*{trouble}"):
+            connect("auto")
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(
+            ConfigError, match=rf"at {address}, .* auto leads by the variable RAY_ADDRESS \(.*{trouble}"
+        ):
+            connect("auto")
+
+
+def test_a_ray_of_this_machine_lets_nobody_read_metrics_without_a_token(ray_session: None) -> None:
+    import psutil
+    import ray
+
+    (monitor,) = ray._private.worker._global_node.all_processes["monitor"]
+    log = Path(ray._private.worker._global_node.get_logs_dir_path(), "monitor.log")
+    wait_until(lambda: log.exists() and "Monitor: Started" in log.read_text(), "it listens if it ever does")
+    open_ports = [one.laddr for one in psutil.Process(monitor.process.pid).net_connections() if one.status == "LISTEN"]
+    assert open_ports == []
+
+
+def test_a_head_that_lives_is_found(ray_session: None) -> None:
+    import ray
+
+    from qfleet.runtime.ray_head import find_head
+
+    address = ray.get_runtime_context().gcs_address
+    assert find_head(address) == address
 
 
 def test_nodes_that_differ_are_refused(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """This node plays the other one."""
     from qfleet.runtime import ray_cluster
 
-    (here,) = ray_cluster.sites()
+    (here,) = ray_cluster.sites("")
     ray_cluster.require_alike([here], [], None)
     with pytest.raises(ConfigError, match=r"cannot play this environment: ModuleNotFoundError: .*no_such_env.*install"):
         ray_cluster.require_alike([here], [], partial(importlib.import_module, "no_such_env"))

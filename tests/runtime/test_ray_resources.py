@@ -147,11 +147,18 @@ class Made:
         self.killed: list[Any] = []
         monkeypatch.setattr(ray_stewards, "make_actor", self._make)
         monkeypatch.setattr(ray_cluster, "require_started", lambda actors: None)
-        monkeypatch.setattr(ray_stewards.ray, "kill", self.killed.append)
+        monkeypatch.setattr(ray_stewards.ray, "kill", lambda actor: self.killed.append(actor.name))
+        monkeypatch.setattr(ray_stewards.ray, "wait", self._wait)
+        self.left: list[str] = []
 
     def _make(self, cls: Any, name: str, namespace: str, home: Site, **resources: Any) -> Any:
         self.asked.append({"node": home.name, **resources})
-        return SimpleNamespace(remote=lambda *told: name)
+        leave = SimpleNamespace(remote=lambda: name)
+        return SimpleNamespace(remote=lambda *told: SimpleNamespace(name=name, leave=leave))
+
+    def _wait(self, calls: list[str], num_returns: int, timeout: float) -> None:
+        assert not self.killed, "nobody leaves who is dead"
+        self.left += calls
 
 
 def test_the_roles_of_a_node_have_one_steward_with_what_they_ask_for_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,12 +186,14 @@ def test_a_steward_is_made_anew_when_it_is_dead_and_takes_its_gpu_again(monkeypa
     assert made.asked[-1] == {"node": "A", "num_cpus": 0.0, "num_gpus": 0.5, "resources": {}}
 
 
-def test_who_lived_on_a_node_that_is_forgotten_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_lived_on_a_node_that_is_forgotten_is_dead_and_its_steward_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made, there = Made(monkeypatch), site("B")
     stewards = Stewards([], lambda home, pid: None)
     stewards.hire({"actor-0": there}, {there: 1.0}, {}, {})
     life = RoleLife(stewards.line("actor-0", there), Birth("actor-0", "forkserver", Path("nowhere"), b""))
     life.condemn("B was lost")
     stewards.forget(there)
-    assert (made.killed, stewards.lines()) == (["steward-1"], [])
+    assert (made.left, made.killed, stewards.lines()) == (["steward-1"], ["steward-1"], [])
     assert life.hear() == [Answer("died", "B was lost")]

@@ -30,10 +30,10 @@ _SEED = 0
 class Busy(gymnasium.Env[Any, Any]):
     """Burns CPU time in every step; with the straggler's seed it sleeps instead, so that cores do not bind."""
 
-    def __init__(self, straggler_seed: int | None) -> None:
+    def __init__(self, straggler_seed: int | None, times_slower: int = TIMES_SLOWER) -> None:
         self.observation_space = spaces.Box(-1, 1, (4,), np.float32)
         self.action_space = spaces.Discrete(2)
-        self._straggler_seed, self._straggles = straggler_seed, False
+        self._straggler_seed, self._straggles, self._sleep_s = straggler_seed, False, times_slower * STEP_US / 1e6
         self._shown = np.zeros(4, np.float32)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -45,7 +45,7 @@ class Busy(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Take the time of a step."""
         if self._straggles:
-            time.sleep(TIMES_SLOWER * STEP_US / 1e6)
+            time.sleep(self._sleep_s)
         else:
             until = time.thread_time() + STEP_US / 1e6
             while time.thread_time() < until:
@@ -112,10 +112,10 @@ def measure(seconds: float = 4.0, groups: int = 2) -> list[Row]:
     ]
 
 
-def rates(seconds: float, groups: int) -> tuple[float, float]:
+def rates(seconds: float, groups: int, times_slower: int = TIMES_SLOWER) -> tuple[float, float]:
     """Return steps a second without and with a straggler, each the median of turns of half a second."""
     straggler = seeding.episode_seeds(_SEED, "training", ENVS)[SLOW]
-    actors = [_actor(partial(Busy, seed), groups) for seed in (None, straggler)]
+    actors = [_actor(partial(Busy, seed, times_slower), groups) for seed in (None, straggler)]
     try:
         turns: list[list[float]] = [[], []]
         for turn in range(max(2, round(seconds / 0.5))):

@@ -70,7 +70,8 @@ def run(words: Sequence[str]) -> int:
         )
     show_run(finished.summary, finished.dir, given.quiet)
     if not given.quiet and before is not None and finished.summary["env_steps"] == before:
-        print(f"nothing was left to do; to train further: qfleet resume {finished.dir} --env-steps {2 * before}")
+        further = 2 * max(before, _budget(finished.dir))
+        print(f"nothing was left to do; to train further: qfleet resume {finished.dir} --env-steps {further}")
     return exit_code(finished.summary, target_given=False)
 
 
@@ -105,6 +106,14 @@ def _read(plan: Sequence[Given], run_dir: Path) -> dict[str, Any] | None:
 
     changes = read_changes(Experiment.from_yaml(RunDir.existing(run_dir).config), plan)
     return {name.removeprefix(_PLAN): value for name, value in changes.items()}
+
+
+def _budget(run_dir: Path) -> int:
+    """Return the steps that a run may make, which one that reached its target has not made."""
+    from qfleet.experiment import Experiment
+    from qfleet.runtime.rundir import RunDir
+
+    return Experiment.from_yaml(RunDir(run_dir).config).env_steps
 
 
 def _steps_at_its_end(run_dir: Path) -> int | None:

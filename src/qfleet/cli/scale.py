@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from qfleet.cli.flags import parse_options, wants_help
 from qfleet.core.config import Config
 from qfleet.core.errors import ConfigError, QfleetError
+from qfleet.observe.text import one_line
+
+if TYPE_CHECKING:
+    from qfleet.runtime.ownership import Owner
 
 USAGE = "qfleet scale RUN_DIR [--actors N] [--learners N] [--shards N]"
 WAIT_S, LOOK_S = 120.0, 0.1
@@ -51,7 +56,8 @@ def run(words: Sequence[str]) -> int:
     _require_scalable(path)
     if (now := standing(path)).state != "running":
         raise ConfigError(f"{path} cannot be scaled: it is not running ({now.state})")
-    answer = _answer(path, ownership.request_scale(path, given.actors, given.learners, given.shards))
+    request = ownership.request_scale(path, given.actors, given.learners, given.shards)
+    answer = _answer(path, request, now.owner)
     if not answer["applied"]:
         raise ConfigError(f"{path} was not scaled: {answer['text']}")
     print(f"{path} has {answer['text']}")
@@ -62,6 +68,8 @@ def _require_scalable(path: Path) -> None:
     """Raise ConfigError for a run whose roles cannot come and go."""
     from qfleet.experiment import Experiment
 
+    if not (path / "config.yaml").is_file():
+        raise ConfigError(f"{path} cannot be scaled yet: it still plans, ask again when it trains")
     experiment = Experiment.from_yaml(path / "config.yaml")
     if not experiment.scalable:
         raise ConfigError(
@@ -70,23 +78,28 @@ def _require_scalable(path: Path) -> None:
         )
 
 
-def _answer(path: Path, request: str) -> dict[str, Any]:
-    """Wait for the event that answers a request."""
+def _answer(path: Path, request: str, asked: Owner | None) -> dict[str, Any]:
+    """Wait for the event that answers a request; nobody answers one to an owner that is gone, not even the next."""
     from qfleet.observe.sinks import read_jsonl
     from qfleet.runtime import ownership
 
-    until = time.monotonic() + WAIT_S
+    until, waits = time.monotonic() + WAIT_S, ""
     while True:
-        alive = ownership.look(path).alive  # first: what it said before its end is then all there
+        sight = ownership.look(path)  # first: what it said before its end is then all there
         events = read_jsonl(path / "events.jsonl") if (path / "events.jsonl").is_file() else []
         for event in events:
-            if event.get("event") == "scaled" and event.get("request") == request:
+            if event.get("request") != request:
+                continue
+            if event.get("event") == "scaled":
                 return event
-        if not alive:
+            if event.get("event") == "waiting" and not waits:
+                waits = one_line(str(event.get("text", "")))
+                print(f"{path}: {waits}", file=sys.stderr)
+        if not sight.alive or sight.owner != asked:
             raise QfleetError(f"{path} has ended before it was scaled")
         if time.monotonic() >= until:
             raise QfleetError(
-                f"{path} was asked to scale and has not done so after {WAIT_S:.0f} s; it may still do so: look for"
-                f" `scaled` in `qfleet logs {path}`"
+                f"{path} was asked to scale and has not done so after {WAIT_S:.0f} s"
+                f"{f' ({waits})' if waits else ''}; it may still do so: look for `scaled` in `qfleet logs {path}`"
             )
         time.sleep(LOOK_S)

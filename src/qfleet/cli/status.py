@@ -16,7 +16,7 @@ from qfleet.cli.helptext import help_page
 from qfleet.cli.settings import settings_of
 from qfleet.core.config import Config
 from qfleet.core.errors import QfleetError
-from qfleet.observe.text import aligned, count, duration, interval, known, number, one_line, rate
+from qfleet.observe.text import aligned, count, counted, duration, interval, known, number, one_line, rate
 
 if TYPE_CHECKING:
     from qfleet.operating import Standing
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 USAGE = "qfleet status [RUN_DIR|FOLDER] [--json]"
 _HEADER = (
     "run", "state", "since", "owner", "preset", "placement",
-    "steps", "updates", "steps/s", "evaluation", "checkpoint", "restarts", "faults",
+    "actors", "learners", "shards", "steps", "updates", "steps/s", "evaluation", "checkpoint", "restarts", "faults",
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def run(words: Sequence[str]) -> int:
         one = standing(given.path)
         print(json.dumps(_plain(one), indent=1) if given.as_json else "\n".join(_lines(one, time.time())))
         return 0
-    print(_several(found, given.as_json) if found else f"{given.path} holds no run")
+    print(_several(found, given.as_json) if found or given.as_json else f"{given.path} holds no run")
     return 0
 
 
@@ -93,11 +93,14 @@ def _row(one: Standing, now: float) -> tuple[str, ...]:
         "-" if owner is None else f"{owner.user}@{owner.host}:{owner.pid}",
         one.preset,
         one.placement,
+        _or_dash(one.actors, count),
+        _or_dash(one.learners, count),
+        _or_dash(one.shards, count),
         _or_dash(one.env_steps, count),
         _or_dash(one.updates, count),
         _or_dash(one.env_steps_per_s, rate) if one.state == "running" else "-",
         _or_dash(mean, number),
-        "-" if one.checkpoint is None else _ago(one.checkpoint, now),
+        "-" if one.checkpoint is None else f"{_at(one.checkpoint)}, {_ago(one.checkpoint, now)} ago",
         str(one.restarts),
         str(one.faults),
     )
@@ -106,17 +109,22 @@ def _row(one: Standing, now: float) -> tuple[str, ...]:
 
 def _lines(one: Standing, now: float) -> list[str]:
     """Return how one run stands, a line for each thing that is known."""
-    lines = [("what", f"{one.preset} ({one.algo}, seed {one.seed}), {one.placement}")]
+    lines = [("what", f"{one.preset} ({one.algo}, seed {one.seed}), {one.placement}")] if one.preset else []
     lines.append(("owner", str(one.owner or "unknown")))
     if one.env_steps is not None:
         budget = f" of {count(one.env_steps_budget)}" if one.env_steps_budget else ""
         speed = f", {rate(one.env_steps_per_s)} steps/s" if one.env_steps_per_s and one.state == "running" else ""
-        lines.append(("steps", f"{count(one.env_steps)}{budget}, {count(one.updates or 0)} updates{speed}"))
+        record = "" if one.newest_record is None else f" (last record, {duration(now - one.newest_record)} ago)"
+        lines.append(("steps", f"{count(one.env_steps)}{budget}, {counted(one.updates or 0, 'update')}{speed}{record}"))
+    numbers = {"actor": one.actors, "learner": one.learners, "shard": one.shards}
+    if there := [counted(number, name) for name, number in numbers.items() if number is not None]:
+        had = "" if one.state == "running" else " at the last record"
+        lines.append(("roles", ", ".join(there) + had))
     if (score := one.evaluation) is not None:
         mean = _or_dash(known(score, "mean"), number)
         lines.append(("evaluation", f"{mean}{interval(score['ci95'])} {_at(score)}, {_ago(score, now)} ago"))
     saved = "none yet" if one.checkpoint is None else f"{_at(one.checkpoint)}, {_ago(one.checkpoint, now)} ago"
-    lines += [("checkpoint", saved), ("trouble", f"{one.restarts} restarts, {one.faults} faults")]
+    lines += [("checkpoint", saved), ("trouble", f"{counted(one.restarts, 'restart')}, {counted(one.faults, 'fault')}")]
     if one.state == "running" and one.bottleneck:
         lines.append(("bottleneck", one.bottleneck))
     title = f"{one.run}: {one.state}" + (f", {one.note}" if one.note else "")

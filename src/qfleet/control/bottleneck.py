@@ -35,6 +35,6 @@ def side_by_side(shares: Shares) -> str:
         if kind != most and share < 1 - _WAITING
     ]
     if busy[most] < _IDLE:
-        return f"nobody is busy: all wait (the busiest, {most}, {1 - busy[most]:.0%})"
+        return f"nobody is busy: all wait (the busiest, {most}, waits {1 - busy[most]:.0%} of the time)"
     name = f"{most}s" if len(shares[most]) > 1 else most
     return f"{name} {busy[most]:.0%} busy" + (f"; {', '.join(waits)}" if waits else "")

@@ -75,6 +75,8 @@ class Sight:
     shards: int = 1
     congested: str = ""
     """In what way shards hold up actors and learner while cores are free; empty if they do not."""
+    resting: frozenset[str] = frozenset()
+    """What has failed so lately that it is not to be tried yet: "learner", another number; "move", another place."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,8 @@ class Elastic:
 
     def decide(self, sight: Sight) -> list[Change]:
         """Return what should change now; whoever does it shows the result in the next sight."""
+        if not sight.nodes:  # nobody can be anywhere, and what is lost is known when somebody can be seen again
+            return []
         self._look(sight)
         targets = self._targets(sight)
         changes = [
@@ -159,10 +163,9 @@ class Elastic:
         ]
         if self.learners == sight.learners:
             self._regrouping = ""
-        leaving = self._leaving(sight)
-        if self._regrouping:  # who is missing because of a death comes back when a person says so
+        if self._regrouping and "learner" not in sight.resting:  # who died comes back when a person says so
             changes.append(Change("learner", "", sight.learners, self.learners, self._regrouping))
-        elif leaving:
+        elif leaving := self._leaving(sight):
             changes.append(Change("learner", "", sight.learners, sight.learners, leaving))
         if self.shards != sight.shards:
             changes.append(Change("shard", "", sight.shards, self.shards, self._resharing))
@@ -171,7 +174,7 @@ class Elastic:
     def _leaving(self, sight: Sight) -> str:
         """Return why learner ranks should be elsewhere, empty if they should not; tried again only after a while."""
         going = next((node for node in sight.nodes[1:] if node.draining and node.ranks), None)
-        if going is None or sight.at < self._moved_at + self.limits.settle_s:
+        if going is None or "move" in sight.resting or sight.at < self._moved_at + self.limits.settle_s:
             return ""
         self._moved_at = sight.at
         return _going(going)

@@ -12,10 +12,12 @@ from typing import Any
 from qfleet.control import levers
 from qfleet.control.elastic import Change, Elastic, Limits, NodeSight, Sight, Wish
 from qfleet.control.levers import Situation
+from qfleet.control.retries import LONGEST_S, Retries
 from qfleet.control.sights import Look, Span, look
 from qfleet.core.protocols import Machine, Report, Scalable
 from qfleet.core.types import Orders
 from qfleet.experiment import Experiment
+from qfleet.observe.text import counted
 from qfleet.roles.actor import NO_ROOM, Actor
 from qfleet.roles.learner import NO_BATCH, Learner
 from qfleet.roles.replay_shard import ReplayShard
@@ -24,6 +26,10 @@ LOOK_S = 1.0
 """Seconds between two looks, unless somebody wishes something."""
 WINDOW_S = 5.0
 """Rates are taken over so many seconds."""
+PATIENCE_S = 10.0
+"""A wish that has waited for so long, whatever for, is not waited for by the next one."""
+MOVE = "move"
+"""The name of moves off a node among what is tried again: other changes of the role that fail do not delay them."""
 KINDS = (Actor.kind, Learner.kind, ReplayShard.kind)
 """Those whose numbers change."""
 Event = dict[str, Any]
@@ -58,12 +64,23 @@ class Growing:
         self._pending: Request | None = None
         self._looks: list[Look] = []
         self._next = float("-inf")
+        self._retries = Retries()
+        self._hindered: dict[str, str] = {}
+        """By role, or `MOVE`, why it could not be changed when that was last tried; empty where it could."""
+        self._taken_at = float("-inf")
+        """When the pending wish was taken over."""
+        self._told = False
+        """Whether it was said that the pending wish waits."""
 
-    def ask(self, request: Mapping[str, Any]) -> None:
-        """Take in a request (id, by, actors, learners, shards) from another thread; what is none is left out."""
+    def ask(self, request: Mapping[str, Any]) -> bool:
+        """Take in a request (id, by, actors, learners, shards) from another thread; what is none is left out.
+
+        Returns that it was heard.
+        """
         numbers = {name: request.get(name) for name in ("actors", "learners", "shards")}
         if all(number is None or type(number) is int for number in numbers.values()):
             self._asked.append(Request(str(request.get("id", "")), Wish(str(request.get("by", "")), **numbers)))
+        return True
 
     def presence(self) -> tuple[list[int], int, int]:
         """Return which actors, how many learner ranks and how many shards the run should have when it is resumed."""
@@ -72,31 +89,43 @@ class Growing:
 
     def look(self, now: float, env_steps: int, reports: Sequence[Report]) -> list[Event]:
         """Let the policy look if it is time to; returns events of what was done."""
-        events = self._heed()
+        events = self._heed(now)
         if now < self._next and self._pending is None:
             return events
         self._next = now + LOOK_S
         for change in self._policy.decide(self._sight(now, env_steps, reports)):
-            events += self._carry_out(change)
+            if self._retries.due(_trial(change), now):
+                events += self._carry_out(change, now)
         return events + self._answer()
 
     def interrupted(self) -> None:
         """Forget the last seconds: the run stood still, which is nobody's fault."""
         self._looks = []
 
-    def _heed(self) -> list[Event]:
-        """Take over the next wish, if none is being met; returns a refusal where it cannot be met."""
-        if self._pending is not None or not self._asked:
+    def _heed(self, now: float) -> list[Event]:
+        """Take over the next wish, if none is being met; returns a refusal where it cannot be met.
+
+        One that must wait, or has waited, does not keep others waiting: it is answered, and holds as far as they leave
+        it.
+        """
+        waited = self._told or now - self._taken_at >= PATIENCE_S
+        if not self._asked or (self._pending is not None and not waited):
             return []
         request = self._asked.popleft()
         if reason := self._policy.refusal(request.wish):
             return [self._answered(request, False, reason)]
+        events = []
+        if (former := self._pending) is not None:
+            told = f"not done yet, and {request.wish.by} has asked for something since"
+            why = self._waits(former.wish)
+            events.append(self._answered(former, False, f"{told}: {why}" if why else told))
         self._policy.take(request.wish)
-        self._pending = request
-        return []
+        self._pending, self._taken_at, self._told = request, now, False
+        self._hindered, self._retries = {}, Retries()
+        return events
 
     def _answer(self) -> list[Event]:
-        """Say that a wish is met, once it is."""
+        """Say that a wish is met, once it is, and once that it must wait."""
         request = self._pending
         if request is None:
             return []
@@ -107,9 +136,19 @@ class Growing:
             or wish.learners not in (None, learners)
             or wish.shards not in (None, shards)
         ):
-            return []
+            if self._told or not (why := self._waits(wish)):
+                return []
+            self._told = True
+            text = f"{why}; it is tried again, after {LONGEST_S:.0f} s at the latest"
+            return [{"event": "waiting", "request": request.id, "by": wish.by, "text": text}]
         self._pending = None
-        return [self._answered(request, True, f"{actors} actors, {learners} learners, {shards} shards")]
+        return [self._answered(request, True, _in_words(actors, learners, shards))]
+
+    def _waits(self, wish: Wish) -> str:
+        """Return which of a wish's numbers must wait, and why."""
+        wanted = {"actor": wish.actors, "learner": wish.learners, "shard": wish.shards}
+        hindered = {role: self._hindered.get(role) for role, number in wanted.items() if number is not None}
+        return "; ".join(f"{role}s {wanted[role]} must wait: {why}" for role, why in hindered.items() if why)
 
     def _answered(self, request: Request, applied: bool, text: str) -> Event:
         return {"event": "scaled", "request": request.id, "by": request.wish.by, "applied": applied, "text": text}
@@ -136,7 +175,8 @@ class Growing:
             )
             for one in machines
         ]
-        sight = Sight(now, nodes, len(self._placement.present(Learner.kind)), shards=shards)
+        resting = frozenset(name for name in ("learner", MOVE) if not self._retries.due(name, now))
+        sight = Sight(now, nodes, len(self._placement.present(Learner.kind)), shards=shards, resting=resting)
         return self._with_rates(sight, env_steps, reports, machines)
 
     def _with_rates(
@@ -148,7 +188,7 @@ class Growing:
         while len(self._looks) > 2 and now - self._looks[1].at >= WINDOW_S:
             del self._looks[0]
         span = Span(self._looks[0], self._looks[-1])
-        if span.seconds < WINDOW_S:
+        if span.seconds < WINDOW_S or not machines:
             return sight
         envs = self._experiment.actor.envs
         seen = Situation(span, Orders((envs,) * self._experiment.seats), envs, sum(one.cores for one in machines))
@@ -167,18 +207,26 @@ class Growing:
 
     # ------------------------------------------------------------------ what is done
 
-    def _carry_out(self, change: Change) -> list[Event]:
+    def _carry_out(self, change: Change, now: float) -> list[Event]:
         name = next((one.name for one in self._placement.machines() if one.id == change.node), "")
-        began = time.perf_counter()
+        began, hindrance, after = time.perf_counter(), "", change.after
         if change.role == "actor":
             after = self._less(change) if change.after < change.before else self._more(change)
+            stuck = after == change.before and self._placement.absent(Actor.kind)  # none are still leaving
+            hindrance = "they have come to their end, or their machine can have no more" if stuck else ""
         elif change.role == "learner":
-            done = self._placement.regroup(Learner.kind, change.after, NO_BATCH)
-            after = change.after if done else change.before
+            hindrance = self._placement.regroup(Learner.kind, change.after, NO_BATCH)
         else:
-            after = change.after if self._placement.share(ReplayShard.kind, change.after) else change.before
+            hindrance = self._placement.share(ReplayShard.kind, change.after)
+        seconds = time.perf_counter() - began
         self.interrupted()
-        return [] if after == change.before else [_event(change, name, after, time.perf_counter() - began)]
+        trial = _trial(change)
+        self._hindered[trial] = hindrance
+        if not hindrance:
+            self._retries.forget(trial)
+        elif change.role != "actor":  # who comes makes nobody stand still
+            self._retries.failed(trial, now + seconds)
+        return [] if hindrance or after == change.before else [_event(change, name, after, seconds)]
 
     def _less(self, change: Change) -> int:
         there = [i for i in self._placement.present(Actor.kind) if self._placement.home(f"actor-{i}") == change.node]
@@ -191,6 +239,15 @@ class Growing:
             return change.before
         came = self._placement.come(Actor.kind, coming, change.node)
         return change.before + len(coming) * came
+
+
+def _trial(change: Change) -> str:
+    """Return under which name a change is tried again."""
+    return MOVE if change.role == "learner" and change.after == change.before else change.role
+
+
+def _in_words(actors: int, learners: int, shards: int) -> str:
+    return ", ".join((counted(actors, "actor"), counted(learners, "learner"), counted(shards, "shard")))
 
 
 def _event(change: Change, node: str, after: int, seconds: float) -> Event:

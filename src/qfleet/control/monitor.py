@@ -22,7 +22,7 @@ from qfleet.core.errors import CheckpointError, PartLost, QfleetError, Supersede
 from qfleet.core.protocols import Placement, Scalable
 from qfleet.core.saving import Saving
 from qfleet.core.statistics import iqm, mean_ci95
-from qfleet.core.types import Evaluated, Notice, Weights
+from qfleet.core.types import Evaluated, Notice, Version, Weights
 from qfleet.experiment import Experiment
 from qfleet.observe.sinks import Sink
 
@@ -103,6 +103,8 @@ class Monitor:
         self._checkpointed_at = time.perf_counter()
         self._earlier_s = self.standing.training_s
         self._evaluated_s = 0.0
+        self._last_evaluated: tuple[Version, int] | None = None
+        """Which weights were evaluated last, and after how many steps."""
         self._best: Weights | None = None
         """The best weights, until they are written."""
         self._saved_best: Weights | None = None
@@ -117,6 +119,8 @@ class Monitor:
         """Whether anything happened since the last checkpoint."""
         self._unsaved_at: float | None = None
         """Since when checkpoints cannot be written; None as long as they can."""
+        self._unremoved_told = False
+        """Whether it was said that former checkpoints cannot be removed, since they last could."""
         self._late_told = False
         """Whether it was said that one had to wait for another that was being written."""
         self._mute: dict[int, float] = {}
@@ -157,15 +161,12 @@ class Monitor:
         """End the run after the present step; safe to call from a signal handler."""
         self.stopping = self.stopping or reason
 
-    def resume_from(self, standing: Standing, extended: bool) -> None:
-        """Take over how an earlier part of the run stood; call after the placement was restored.
-
-        A run that reached its target is over, unless its budget was `extended`.
-        """
+    def resume_from(self, standing: Standing) -> None:
+        """Take over how an earlier part of the run stood; call after the placement was restored."""
         self.standing = standing
         self._earlier_s = standing.training_s
         self._checkpointed = self.handles.env_steps.total() // self.experiment.checkpoint.every
-        if standing.solved and not extended:
+        if standing.solved and self.experiment.evaluation.stop_at_target:
             self.stop("target")
         if standing.since_best >= (self.experiment.evaluation.patience or math.inf):
             standing.since_best = 0
@@ -224,6 +225,9 @@ class Monitor:
         self._show(lambda sink: sink.metrics(record))
 
     def _evaluated(self, result: Evaluated) -> None:
+        if (result.version, result.env_steps) == self._last_evaluated:
+            return  # an evaluator that died when it had told its result evaluates the same weights anew
+        self._last_evaluated = (result.version, result.env_steps)
         self._evaluated_s += result.seconds
         self.standing.evaluating_s += result.seconds
         mean = float(result.returns.mean())
@@ -257,7 +261,8 @@ class Monitor:
             if standing.in_a_row >= config.in_a_row and not standing.solved:
                 standing.solved = True
                 standing.env_steps_to_target, standing.wall_s_to_target = env_steps, self.training_s
-                self.stop("target")
+                if config.stop_at_target:
+                    self.stop("target")
         if config.patience is not None and standing.since_best >= config.patience:
             self.stop("patience")
 
@@ -382,6 +387,10 @@ class Monitor:
             )
             self._noticed(Notice("monitor", 0, "saved", text))
             self._unsaved_at = None
+        if saving.remarks and not self._unremoved_told:
+            text = f"{'; '.join(saving.remarks)}: training goes on, and it is tried again with the next checkpoint"
+            self._noticed(Notice("monitor", 0, "unremoved", text))
+        self._unremoved_told = bool(saving.remarks)
         if self._best is self._saved_best:
             self._best = None
         event = {"event": "checkpoint", "env_steps": saving.env_steps, "path": path.name}

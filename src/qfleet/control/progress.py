@@ -26,6 +26,8 @@ _FROM_LEARNER = (
 _FROM_REPLAY = ("replay_size", "replay_fill", "samples_per_insert")
 _WORK = {"actor": "env_steps", "learner": "updates", "worker": "gradients", "server": "version"}
 """What the speed of a role is counted in, by its kind: one of its metrics."""
+_COUNTED = {"actors": ("actor",), "learners": ("learner", "worker", "fused"), "shards": ("replay",)}
+"""Which kinds of roles are counted together, by the name of their number; a fused loop is a learner that acts."""
 
 
 class Progress:
@@ -64,7 +66,7 @@ class Progress:
         }
         if rate > 0 or env_steps >= self._budget:
             record["eta_s"] = max(0, self._budget - env_steps) / max(rate, 1e-9)
-        record |= _merged(reports)
+        record |= _present(reports) | _merged(reports)
         record |= self._shares(reports, seconds)
         self._last = (now, env_steps, updates)
         return record
@@ -89,6 +91,13 @@ class Progress:
         if shares:
             record["bottleneck"] = self._bottleneck({kind: list(busy.values()) for kind, busy in shares.items()})
         return record
+
+
+def _present(reports: Sequence[Report]) -> dict[str, int]:
+    """Return how many actors, learners and shards there are; parts of the replay in one process are one shard."""
+    kinds = [report.kind for report in reports if report.host is None]
+    numbers = {name: sum(map(kinds.count, counted)) for name, counted in _COUNTED.items()}
+    return {name: number for name, number in numbers.items() if number}
 
 
 def _merged(reports: Sequence[Report]) -> dict[str, float]:

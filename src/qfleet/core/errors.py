@@ -60,6 +60,13 @@ class MissingExtra(QfleetError):
         super().__init__(f"{purpose} needs the package '{package}'; install it with: pip install 'qfleet[{extra}]'")
 
 
+def came_of_interrupt(error: BaseException | None) -> bool:
+    """Return whether an error is a Ctrl-C, or an error that a library made of one."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the nearest known name, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -227,11 +227,11 @@ class Scalable(Protocol):
     def go(self, kind: str, indices: Sequence[int]) -> None:
         """Have roles close between two steps and be away from then on."""
 
-    def share(self, kind: str, size: int) -> bool:
-        """Have the roles of a kind in so many processes; returns False if that cannot be done now."""
+    def share(self, kind: str, size: int) -> str:
+        """Have the roles of a kind in so many processes; returns why that cannot be done now, empty if it was."""
 
-    def regroup(self, kind: str, size: int, rest: str) -> bool:
-        """Let the first `size` roles of a kind be its group; returns False if that cannot be done now.
+    def regroup(self, kind: str, size: int, rest: str) -> str:
+        """Let the first `size` roles of a kind be its group; returns why that cannot be done now, empty if it was.
 
         They first use up all that was sent to them, and then say that they wait for the reason `rest`.
         """

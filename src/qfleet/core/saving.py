@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
 class Saving:
-    """One checkpoint, as of `env_steps`: `work` writes it and returns its path, `abandon` has that end soon."""
+    """One checkpoint, as of `env_steps`: `work` writes it and returns its path, `abandon` has that end soon.
 
-    def __init__(self, env_steps: int, work: Callable[[], Path], abandon: Callable[[], None]) -> None:
-        self.env_steps, self.abandon = env_steps, abandon
+    What `work` adds to `remarks` went wrong beside it.
+    """
+
+    def __init__(
+        self, env_steps: int, work: Callable[[], Path], abandon: Callable[[], None], remarks: Sequence[str] = ()
+    ) -> None:
+        self.env_steps, self.abandon, self.remarks = env_steps, abandon, remarks
         self._work = work
         self._path: Path | None = None
         self._error: BaseException | None = None

@@ -78,8 +78,13 @@ class JsonlSink:
 
     def _write(self, file: Lines, record: Mapping[str, Any]) -> None:
         """Append a record, after all those that had to wait."""
-        self._require()
-        file.add(json.dumps(_plain(record), allow_nan=False).encode() + b"\n")
+        line = json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
+        try:
+            self._require()
+        except OSError as error:  # no file can be opened now, say: then nobody knows whether this may be written
+            file.add(line)
+            raise QfleetError(f"cannot look at {self._directory}: {error.strerror}") from error
+        file.add(line)
         for one in (self._events, self._metrics):
             one.write()
         require_room(self._directory)

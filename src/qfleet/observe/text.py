@@ -26,6 +26,11 @@ def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def counted(value: float, thing: str) -> str:
+    """Return so many of a thing: 1 actor, 2 actors."""
+    return f"{count(value)} {thing}{'' if value == 1 else 's'}"
+
+
 def number(value: float) -> str:
     """Return a measured value with about four significant digits."""
     size = abs(value)

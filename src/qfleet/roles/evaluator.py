@@ -56,6 +56,8 @@ class EvaluationConfig(Config):
     """Stop the run when `in_a_row` evaluations have a mean return of at least this."""
     in_a_row: int = Field(3, gt=0)
     """How many consecutive evaluations must reach the target; one alone may be luck."""
+    stop_at_target: bool = True
+    """Whether the target ends the run; `qfleet resume --env-steps` switches that off for a run that has reached it."""
     epsilon: float = Field(0.0, ge=0.0, le=1.0)
     """Chance of a random action (the Atari protocol uses 0.001 to 0.05)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,38 +85,64 @@ def begin(epoch: Epoch, env_steps: int) -> Path:
     return partial
 
 
-def save(epoch: Epoch, partial: Path, fill: Callable[[], None], meta: dict[str, Any], keep: int) -> Path:
+def save(
+    epoch: Epoch,
+    partial: Path,
+    fill: Callable[[], None],
+    meta: dict[str, Any],
+    keep: int,
+    remark: Callable[[str], object] = lambda text: None,
+) -> Path:
     """Make one checkpoint in what `begin` returned: `fill` sees to all of its files but the manifest.
 
-    It appears under its final name only when complete; at most `keep` complete ones stay.
+    It appears under its final name only when complete; at most `keep` complete ones stay. If others cannot be removed,
+    that is what `remark` is told.
     """
+    prepare(epoch, partial, fill, meta)
+    final = publish(epoch, partial)
     try:
-        final = _complete(epoch, partial, fill, meta)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, CheckpointError | OSError):
-            epoch.require()  # that may be why
-        raise
-    with contextlib.suppress(OSError):  # it is saved; what stays now goes with the next one
         _fsync(epoch.root)
         failpoint("checkpoint.before_removal")
         for old in complete(epoch.root)[:-keep]:
             epoch.discard(old)
         _remove_chunks(epoch)
+        left = epoch.sweep()
+        why = f"files of {', '.join(left[:3])}{', ...' if left[3:] else ''} stay in {epoch.folder}" if left else ""
+    except OSError as error:  # it is saved; what stays now goes with the next one
+        why = str(error)
+    if why:
+        remark(f"what is no longer needed in {epoch.root} could not be removed, and takes room there ({why})")
     return final
 
 
-def _complete(epoch: Epoch, partial: Path, fill: Callable[[], None], meta: dict[str, Any]) -> Path:
-    """Fill a checkpoint, and have it appear under its final name."""
-    fill()
-    failpoint("checkpoint.before_manifest")
-    _write_manifest(partial, {"env_steps": int(partial.name[:12]), "epoch": epoch.number, **meta})
-    for path in (*partial.iterdir(), partial, *epoch.root.glob(chunkfiles.FOLDER)):
-        _fsync(path)
-    failpoint("checkpoint.before_rename")
-    final = epoch.root / partial.name
-    os.rename(partial, final)
+def prepare(epoch: Epoch, partial: Path, fill: Callable[[], None], meta: dict[str, Any]) -> None:
+    """Complete what `begin` returned where it is: it can be loaded, and goes with its epoch unless it is published."""
+    with _dropped_on_failure(epoch, partial):
+        fill()
+        failpoint("checkpoint.before_manifest")
+        _write_manifest(partial, {"env_steps": int(partial.name[:12]), "epoch": epoch.number, **meta})
+        for path in (*partial.iterdir(), partial, *epoch.root.glob(chunkfiles.FOLDER)):
+            _fsync(path)
+
+
+def publish(epoch: Epoch, partial: Path) -> Path:
+    """Have a checkpoint that is prepared appear under its final name, which is returned."""
+    with _dropped_on_failure(epoch, partial):
+        failpoint("checkpoint.before_rename")
+        final = epoch.root / partial.name
+        os.rename(partial, final)
     return final
+
+
+@contextlib.contextmanager
+def _dropped_on_failure(epoch: Epoch, partial: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, CheckpointError | OSError):
+            epoch.require()  # that may be why
+        raise
 
 
 def _remove_chunks(epoch: Epoch) -> None:

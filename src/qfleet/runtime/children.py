@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -18,13 +19,19 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from qfleet.core.errors import QfleetError
 from qfleet.core.protocols import Report
+from qfleet.runtime import forkserver_folder
 from qfleet.runtime.answers import Answer, Command, last_words
+from qfleet.runtime.exhaustion import NO_PROCESSES, exhausted
 
+_FILES = 16
+"""How many files may be opened on the way to begin a child; it takes about half of that."""
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that ask a run to end."""
 
@@ -42,16 +49,27 @@ class Birth:
     """What is for the child alone."""
 
 
+class Unbegun(QfleetError):
+    """A child could not be begun; perhaps it can later."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"its process could not be begun: {cause}")
+
+
 class Child:
     """One life of a role's process, as who began it holds it."""
 
     def __init__(self, birth: Birth) -> None:
-        context: Any = multiprocessing.get_context(birth.method)
-        self._control, theirs = context.Pipe()
-        self._process = context.Process(target=_be_child, name=birth.name, args=(birth.told, theirs, os.getpid()))
-        with main_module_hidden():
-            self._process.start()
-        theirs.close()
+        try:
+            self._process, self._control = _started(birth)
+        except (EOFError, ConnectionError) as error:
+            raise Unbegun(
+                f"the one that begins all others has died; where it may begin no more, {NO_PROCESSES}"
+            ) from error
+        except BlockingIOError as error:
+            raise Unbegun(f"{error.strerror}; {NO_PROCESSES}") from error
+        except OSError as error:
+            raise Unbegun(exhausted(error) or str(error)) from error
         self.pid: int = self._process.pid
         self._last_words = birth.last_words
         self._built = False
@@ -134,6 +152,71 @@ class Child:
         self._control.close()
 
 
+def _started(birth: Birth) -> tuple[Any, Connection]:
+    """Begin a process; return it, and the pipe to it."""
+    context: Any = multiprocessing.get_context(birth.method)
+    control, theirs = context.Pipe()
+    try:
+        _require_files(control.fileno())
+        if birth.method == "forkserver":
+            _ensure_forkserver()
+        process = context.Process(target=_be_child, name=birth.name, args=(birth.told, theirs, os.getpid()))
+        with main_module_hidden():
+            process.start()
+    except BaseException:
+        control.close()
+        raise
+    finally:
+        theirs.close()
+    return process, control
+
+
+def _require_files(some: int) -> None:
+    """Raise now what opening files would raise later: of half a request the forkserver dies, and all children.
+
+    Takes the number of a file that is open, which not even standard input is for sure.
+    """
+    held = []
+    try:
+        for _ in range(_FILES):
+            held.append(os.dup(some))
+    finally:
+        for one in held:
+            os.close(one)
+
+
+class Unborn:
+    """The life of a role whose process could not be begun: it died of that."""
+
+    pid = 0
+
+    def __init__(self, cause: str) -> None:
+        self._said = [Answer("died", cause)]
+
+    def hear(self) -> list[Answer | Report]:
+        """Return, once, that it died and of what."""
+        said, self._said = self._said, []
+        return [*said]
+
+    def tell(self, command: Command, argument: str) -> None:
+        """Do nothing: there is nobody."""
+
+    def condemn(self, verdict: str) -> None:
+        """Do nothing."""
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+    def kill(self) -> None:
+        """Do nothing."""
+
+    def join(self, until: float) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
 def wait_for(children: Iterable[Child], seconds: float, alarm: int | None = None) -> None:
     """Wait until one of them has something to say or dies, or something comes to the alarm, at most so long."""
     poll = select.poll()
@@ -161,14 +244,28 @@ def preload(modules: Collection[str]) -> None:
     not begin roles anew that die meanwhile.
     """
     own = sorted(module for module in modules if module.startswith("qfleet."))
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "qfleet.runtime.child", *own])
+    first = forkserver_folder.__name__  # it takes seconds to import the others, in which its owner may be killed
+    multiprocessing.get_context("forkserver").set_forkserver_preload([first, "torch", "qfleet.runtime.child", *own])
+    _ensure_forkserver()
+
+
+def _ensure_forkserver() -> None:
+    """Start the forkserver, or another one where it has died."""
     resource_tracker.ensure_running()  # beforehand, since it unblocks the signals
+    if multiprocessing.parent_process() is None:  # else it may be the parent's folder, who has more use for it
+        os.environ[forkserver_folder.NAMED_BY] = f"{os.getpid()}:{get_temp_dir()}"
     heeded = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)  # a new process begins with what is blocked here
     try:
         with main_module_hidden():
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, heeded)
+        os.environ.pop(forkserver_folder.NAMED_BY, None)
+
+
+def remove_folder() -> None:
+    """Remove the folder by which the forkserver is reached; it begins no more children."""
+    shutil.rmtree(get_temp_dir(), ignore_errors=True)
 
 
 @contextlib.contextmanager

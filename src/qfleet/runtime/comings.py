@@ -120,18 +120,18 @@ class ComingsPlacement(RevivingPlacement):
                 del self._due[name]
                 self._leave(next(member for member in self.crew if member.name == name))
 
-    def share(self, kind: str, size: int) -> bool:
+    def share(self, kind: str, size: int) -> str:
         """Have the roles of a kind in `size` processes from their next step on; what they keep goes with them.
 
         Their processes end between two steps, as by a death, and others begin; only they stand still meanwhile. Returns
-        False if that cannot be done now.
+        why that cannot be done now; empty if it was.
         """
         members = self._members(kind)
         if self._running:
             self._ask("pause", members)
-        if any(member.died_at is not None or member.done for member in members):
+        if hindrance := _hindrance(members):
             self._let_run(members)
-            return False
+            return hindrance
         kill_all([self._lives.pop(member.name) for member in members])
         all_of_them = [*members, *(guest for guest in self._guests.values() if guest.report.kind == kind)]
         life = max(self._ports[member.name].life for member in all_of_them) + 1
@@ -146,7 +146,7 @@ class ComingsPlacement(RevivingPlacement):
                 self._guests[member.name] = member
         self._let_run(self._members(kind))
         self._await("built", self._members(kind))
-        return True
+        return ""
 
     def _let_run(self, members: Sequence[Member]) -> None:
         """Let roles go on, if the others do."""
@@ -163,32 +163,33 @@ class ComingsPlacement(RevivingPlacement):
         """Return the roles that are in a role's process, itself first."""
         return [node for node in self._nodes.values() if self._host_of(node.name) == name]
 
-    def regroup(self, kind: str, size: int, rest: str) -> bool:
+    def regroup(self, kind: str, size: int, rest: str) -> str:
         """Let the first `size` roles of a kind be its group, from their next step on; nothing they were sent is lost.
 
         What is on its way to them is used up first: `rest` is the reason for which they are then idle. All roles stand
-        still meanwhile. Returns False if it cannot be done now.
+        still meanwhile. Returns why it cannot be done now; empty if it was.
         """
         held = [stem for node in self._of(kind) for stem in self._inlets(node)]
         for stem in held:
             hold(stem, 0)
         try:
             if not self._drained(kind):
-                return False
+                busy = f"the {kind}s have not used up what was sent to them within {_DRAIN_S:.0f} s"
+                return _hindrance(self._members(kind)) or busy
             self.pause()
             if not self._at_rest(kind, rest):
-                return False
+                return _hindrance(self._members(kind)) or f"the {kind}s do not come to rest"
             members = self._members(kind)
             self._ask("part", members)
             if any(member.died_at is not None for member in members):  # they are begun anew, as after any death
-                return False
+                return _hindrance(members)
             end_all([self._lives.pop(member.name) for member in members])
             self._form(kind, size)
         finally:
             for stem in held:
                 hold(stem, None)
         self._await("built", self._members(kind))
-        return True
+        return ""
 
     # ------------------------------------------------------------------ one by one
 
@@ -272,7 +273,7 @@ class ComingsPlacement(RevivingPlacement):
             levels = {level.edge: level for level in self._levels.read()}
             left = {name for name, edges in sources.items() if any(levels[e].sent > levels[e].taken for e in edges)}
             if not left:
-                return not any(member.died_at is not None or member.done for member in self._members(kind))
+                return not _hindrance(self._members(kind))
             now, before = time.monotonic(), taken
             taken = sum(levels[edge].taken for edges in sources.values() for edge in edges)
             since = now if taken != before else since
@@ -351,3 +352,12 @@ class ComingsPlacement(RevivingPlacement):
                 own = OpenEnds(self._ports[name].open)
                 open_handles(self._nodes[name].handles, own.open)
                 own.restore(directory, name)
+
+
+def _hindrance(members: Sequence[Member]) -> str:
+    """Return why these roles cannot be formed anew now; empty if they can."""
+    dead = [member.name for member in members if member.died_at is not None]
+    if dead:
+        return f"{', '.join(dead)} died and must be begun anew first"
+    over = [member.name for member in members if member.done]
+    return f"{', '.join(over)} has come to its end" if over else ""

@@ -21,6 +21,8 @@ from qfleet.core.errors import Superseded
 
 _FOLDER = ".epoch-"
 _OWNER = "owner"
+_LEAVING = "leaving-"
+"""How the names of those begin that are to be removed."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +70,27 @@ class Epoch:
 
     def discard(self, path: Path) -> None:
         """Remove a file or a folder below `root`: in one step, and only if this epoch has not ended."""
-        leaving = self.folder / f"leaving-{path.name}"
+        leaving = self.folder / f"{_LEAVING}{path.name}"
         with contextlib.suppress(FileNotFoundError):
             os.rename(path, leaving)
-        if leaving.is_dir():
-            shutil.rmtree(leaving, ignore_errors=True)
-        else:
-            leaving.unlink(missing_ok=True)
+        _remove(leaving)
+
+    def sweep(self) -> list[str]:
+        """Try again to remove what could not be removed before; returns the names of what stays."""
+        for path in self.folder.glob(f"{_LEAVING}*"):
+            _remove(path)
+        return sorted(path.name.removeprefix(_LEAVING) for path in self.folder.glob(f"{_LEAVING}*"))
 
     def _sign(self) -> None:
         (self.folder / _OWNER).write_text(f"{_me()}, at {time.strftime('%Y-%m-%d %H:%M:%S')}")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def is_folder(path: Path) -> bool:

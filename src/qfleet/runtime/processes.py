@@ -14,7 +14,7 @@ from qfleet.core.errors import ConfigError
 from qfleet.core.protocols import Machine
 from qfleet.runtime.channels import Ports, StreamLevels, lay_out
 from qfleet.runtime.child import RoleSetup
-from qfleet.runtime.children import Child, main_module_hidden, preload, wait_for
+from qfleet.runtime.children import Child, Unbegun, Unborn, main_module_hidden, preload, wait_for
 from qfleet.runtime.comings import ComingsPlacement
 from qfleet.runtime.graph import Graph, Node
 from qfleet.runtime.memory import RunFolder
@@ -71,9 +71,12 @@ class ProcessPlacement(ComingsPlacement):
             self.close()
             raise
 
-    def _begin(self, name: str) -> Child:
+    def _begin(self, name: str) -> Child | Unborn:
         payloads = tuple(self._payloads[node.name] for node in self._housed(name))
-        return Child(dataclasses.replace(self._setups[name], payloads=payloads).birth())
+        try:
+            return Child(dataclasses.replace(self._setups[name], payloads=payloads).birth())
+        except Unbegun as error:
+            return Unborn(str(error))
 
     def machines(self) -> list[Machine]:
         """Return this machine."""

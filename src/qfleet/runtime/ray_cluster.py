@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import secrets
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from qfleet.core.errors import ConfigError, MissingExtra
 from qfleet.core.versions import versions
@@ -27,9 +29,10 @@ try:
 except ImportError as error:
     raise MissingExtra("ray", "ray", "the placement 'ray'") from error
 
+from qfleet.runtime.ray_head import find_head
+
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 _TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-_ANSWER_S = 5.0
 _LOOK_S = 120.0
 """How long a node may take to say what it has: it imports torch for that."""
 _SAME = ("qfleet", "python", "torch", "numpy", "ray")
@@ -63,11 +66,43 @@ def start_local() -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by Ray's choice: anything else on the machine would go first
     os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")  # else Ray gives up on a busy machine
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray writes one into the home folder
+    os.environ.setdefault("AUTOSCALER_METRIC_PORT", "-1")  # none: else anybody may read its metrics, without the token
     ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **_QUIET)
 
 
 def stop_local() -> None:
     """Leave Ray, and end it if it was started here."""
+    ray.shutdown()
+
+
+def dead_part() -> str:
+    """Return which process of a Ray that was started here has died, without which it cannot go on; empty if none has.
+
+    Ray itself says nothing of it for half a minute, and ends this process some time after that.
+    """
+    node: Any = ray._private.worker._global_node
+    dead = [kind for kind, _ in node.dead_processes()] if node else []
+    return next((kind for kind in ("gcs_server", "raylet") if kind in dead), "")
+
+
+def helpers() -> list[psutil.Process]:
+    """Return what the raylet of a Ray that was started here has started; agents outlive it by a minute."""
+    node: Any = ray._private.worker._global_node
+    raylets = node.all_processes.get("raylet", []) if node else []
+    return [child for raylet in raylets for child in psutil.Process(raylet.process.pid).children()]
+
+
+def bury_local(left: Sequence[psutil.Process]) -> None:
+    """End what is left of a Ray that was started here and has lost a part: to leave it in order would wait for that.
+
+    That is, besides its own processes, those of its helpers that were noted as long as it lived.
+    """
+    node: Any = ray._private.worker._global_node
+    if node:
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
+    for helper in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            helper.kill()
     ray.shutdown()
 
 
@@ -78,29 +113,12 @@ def connect(address: str | None) -> bool:
     if address is None:
         start_local()
         return True
-    if address.startswith("ray://"):
-        raise ConfigError(
-            f"address {address} is of Ray's client: run qfleet on a node of the cluster, with --address auto"
-        )
-    _require_answer(address)
+    head = find_head(address)
     try:
-        ray.init(address=address, **_QUIET)
+        ray.init(address=head, **_QUIET)
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
-        raise ConfigError(_told(address, str(error))) from error
+        raise ConfigError(_told(head, str(error))) from error
     return True
-
-
-def _require_answer(address: str) -> None:
-    """Raise ConfigError if nobody listens there: Ray would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdecimal():
-        try:
-            socket.create_connection((host, int(port)), _ANSWER_S).close()
-        except OSError as error:
-            raise ConfigError(
-                f"no Ray cluster answers at {address} ({error}): is its head running (`ray start --head --port"
-                f" {port}`), and can this machine reach it? Leave --address out for this machine alone"
-            ) from error
 
 
 def _told(address: str, text: str) -> str:
@@ -111,14 +129,18 @@ def _told(address: str, text: str) -> str:
     known = any(name in os.environ for name in _TOKENS) or Path("~/.ray/auth_token").expanduser().is_file()
     return (
         f"could not join the Ray cluster at {address} ({brief}): is there a node of it on this machine"
-        f" (`ray start --address HEAD:PORT`), and does it want {'another' if known else 'a'} token (set {_TOKENS[0]} or"
-        f" {_TOKENS[1]} to that of its head)?"
+        f" (`ray start --address HEAD:PORT`), and does it want {'another' if known else 'a'} token (set"
+        f" RAY_AUTH_MODE=token, and {_TOKENS[0]} or {_TOKENS[1]} to that of its head)?"
     )
 
 
-def sites() -> list[Site]:
-    """Return the nodes that live, the driver's first."""
-    here = ray.get_runtime_context().get_node_id()
+def here() -> str:
+    """Return the id of the driver's node."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def sites(first: str) -> list[Site]:
+    """Return the nodes that live, the one with this id first. Never starts a Ray where there is none any more."""
     found = [
         Site(
             node["NodeID"],
@@ -132,7 +154,7 @@ def sites() -> list[Site]:
         for node in ray.nodes()  # type: ignore[no-untyped-call]
         if node["Alive"]
     ]
-    return sorted(found, key=lambda site: (site.id != here, site.id))
+    return sorted(found, key=lambda site: (site.id != first, site.id))
 
 
 def _is_custom(name: str) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from qfleet.core.protocols import Report
 from qfleet.runtime.answers import Answer, Command, failed
-from qfleet.runtime.children import Birth, Child, preload, wait_for
+from qfleet.runtime.children import Birth, Child, Unbegun, preload, remove_folder, wait_for
 
 PATIENCE_S = 0.5
 """How long a call stays where it was made, when there is nothing to tell but reports."""
@@ -65,6 +65,10 @@ class Steward:
     def ready(self) -> None:
         """Return when it is there."""
 
+    def leave(self) -> None:
+        """Remove what nobody else would: Ray ends this process and its forkserver at once, without their last calls."""
+        remove_folder()
+
     def talk(self, orders: Mapping[int, Order], known: int, patience: float) -> Said:
         """Carry out numbered orders, each once and in order; return what was said beyond the first `known` answers.
 
@@ -97,6 +101,8 @@ class Steward:
             return
         try:
             self._children[number] = Child(order)
+        except Unbegun as error:
+            self._said += [(number, Answer("died", str(error))), (number, Answer(GONE))]
         except Exception as error:
             self._said += [(number, failed(error)), (number, Answer(GONE))]
 

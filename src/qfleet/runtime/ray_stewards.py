@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,9 @@ from qfleet.runtime.ray_cluster import Site
 from qfleet.runtime.ray_keepers import make_actor
 from qfleet.runtime.ray_life import Line
 from qfleet.runtime.ray_steward import Steward
+
+_LEAVING_S = 2.0
+"""How long stewards may take to leave before they are ended."""
 
 
 class Stewards:
@@ -57,25 +60,33 @@ class Stewards:
     def line(self, name: str, home: Site) -> Line:
         """Return the line to the steward of a role on a node, who lives as far as is known."""
         place = self._place(name, home)
-        if place not in self._lines or self._lines[place].lost:
+        if not self.has(name, home):
             self._lines[place] = self._make(place, {})  # it gets the CPUs of the dead
         return self._lines[place]
+
+    def has(self, name: str, home: Site) -> bool:
+        """Return whether a role's steward lives, as far as is known: else Ray has to be asked for another one."""
+        line = self._lines.get(self._place(name, home))
+        return line is not None and not line.lost
 
     def lines(self) -> list[Line]:
         """Return the lines to all of them."""
         return list(self._lines.values())
 
+    def pids(self, site: Site) -> list[int]:
+        """Return the process numbers of those on a node, as far as they are known."""
+        return [line.pid for place, line in self._lines.items() if place[0] == site and line.pid]
+
     def forget(self, site: Site) -> None:
         """Have nobody on a node any more; what lives there is dead."""
-        for place in [place for place in self._lines if place[0] == site]:
-            line = self._lines.pop(place)
-            ray.kill(line.steward)
+        lines = [self._lines.pop(place) for place in list(self._lines) if place[0] == site]
+        _see_off(lines)
+        for line in lines:
             line.end(Answer("died", f"{site.name} was given up"))
 
     def dismiss(self) -> None:
-        """End all of them."""
-        for line in self.lines():
-            ray.kill(line.steward)
+        """End all of them; those who still answer leave nothing behind."""
+        _see_off(self.lines())
 
     def _place(self, name: str, home: Site) -> tuple[Site, str]:
         return home, name if self._gpus.get(name) else ""
@@ -96,6 +107,15 @@ class Stewards:
         )
         actor: Any = made.remote(self._modules, sys.path)
         return Line(actor, partial(self._kill, site))
+
+
+def _see_off(lines: Sequence[Line]) -> None:
+    """End stewards; those who still answer leave nothing behind."""
+    leaving = [line.steward.leave.remote() for line in lines if not line.lost]
+    if leaving:
+        ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVING_S)
+    for line in lines:
+        ray.kill(line.steward)
 
 
 def _countable(amount: float) -> float:

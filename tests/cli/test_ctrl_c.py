@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import TINY, command, environment, start_words
+from commands import TINY, command, environment, real_command, start_words
 
 from qfleet import api
+from qfleet.cli import errors
 from qfleet.core.errors import CheckpointError, ConfigError
 from qfleet.runtime import checkpoint
 
@@ -28,6 +31,13 @@ def test_an_interrupt_before_the_run_is_130(
     outcome = command(capsys, "train", "cartpole", "--quiet")
     assert (outcome.code, outcome.out) == (130, "")
     assert "Traceback" not in outcome.err
+
+
+def test_an_interrupt_that_went_through_a_string_being_executed_is_130(tmp_path: Path) -> None:
+    """The interpreter ended by SIGINT after `python -m qfleet` had told of it and returned."""
+    (tmp_path / "cut.py").write_text("def short():\n    exec('raise KeyboardInterrupt')\n")
+    done = real_command(["train", "cut:short"], tmp_path)
+    assert (done.code, done.err) == (130, "interrupted\n")
 
 
 def _failing_import(*args: Any, **kwargs: Any) -> None:
@@ -77,6 +87,43 @@ def test_an_interrupt_that_got_lost_takes_effect_before_the_run_begins(
     outcome = command(capsys, "train", "cartpole", "--quiet")
     assert (outcome.code, outcome.out, outcome.err) == (130, "", "interrupted: nothing was saved\n")
     assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_that_comes_in_a_callback_from_c_ends_the_command_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """numba's compiler has such callbacks; a run was planned, trained and finished although it was told to end."""
+    call_back = ctypes.CFUNCTYPE(None)(lambda: signal.raise_signal(signal.SIGTERM))
+    shown = sys.unraisablehook
+
+    def plan_slowly(*args: Any, **kwargs: Any) -> None:
+        call_back()
+        time.sleep(60)
+
+    monkeypatch.setattr(api, "train", plan_slowly)
+    outcome = command(capsys, "train", "cartpole", "--quiet", "--run-dir", str(tmp_path))
+    assert (outcome.code, outcome.out, outcome.err) == (130, "", "interrupted: nothing was saved\n")
+    assert sys.unraisablehook is shown
+
+
+def test_an_interrupt_that_got_lost_while_a_run_was_planned_comes_again_and_does_not_cut_closing_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    closed = []
+
+    def plan_slowly(*args: Any, **kwargs: Any) -> None:
+        _dropped_interrupt()
+        try:
+            time.sleep(60)
+        finally:
+            time.sleep(0.5)  # five times as long as an interrupt takes to come again
+            closed.append(True)
+
+    monkeypatch.setattr(errors, "_LOST_S", 0.1)
+    monkeypatch.setattr(api, "train", plan_slowly)
+    outcome = command(capsys, "train", "cartpole", "--quiet", "--run-dir", str(tmp_path))
+    assert (outcome.code, outcome.out, outcome.err) == (130, "", "interrupted: nothing was saved\n")
+    assert closed
 
 
 def test_an_error_that_was_meant_for_the_user_is_shown_although_an_interrupt_led_to_it(

@@ -31,6 +31,23 @@ def nobody(by: str) -> bool:
     raise AssertionError(f"{by} asked")
 
 
+def hearing(heard: list[dict[str, object]]) -> Callable[[dict[str, object]], bool]:
+    """Return what hears requests for other numbers and notes them."""
+
+    def hear(wish: dict[str, object]) -> bool:
+        heard.append(wish)
+        return True
+
+    return hear
+
+
+def beats(run: Path, number: int = 2) -> None:
+    """Wait until an owner has looked for requests; one of the looks may have begun before."""
+    for _ in range(number):
+        before = (run / LOCK).stat().st_mtime_ns
+        _wait_until(lambda before=before: (run / LOCK).stat().st_mtime_ns > before)
+
+
 def leave_record(run: Path, host: str, silent_s: float, until: float | None = None) -> None:
     """Leave what an owner on some machine leaves that did not give its directory back."""
     record = Owner("ann", host, 4711, since=1e9, until=until)
@@ -173,22 +190,60 @@ def test_signs_of_life_come_and_a_request_is_told_until_it_is_heard(tmp_path: Pa
     assert heard == []
     request_end(tmp_path)
     _wait_until(lambda: len(heard) > 1)
+    for _ in range(2):  # each of which may be when it was heard
+        before = (tmp_path / LOCK).stat().st_mtime_ns
+        _wait_until(lambda before=before: (tmp_path / LOCK).stat().st_mtime_ns > before)
+    assert len(heard) == 2, "once it was heard it is not told again"
     request_end(tmp_path)
-    before = (tmp_path / LOCK).stat().st_mtime_ns
-    _wait_until(lambda: (tmp_path / LOCK).stat().st_mtime_ns > before)
+    _wait_until(lambda: len(heard) > 2)  # but another one is: the first may have been lost on its way to the run
     own.release()
-    assert heard == [f"{ownership._user()}@{HERE}"] * 2
+    assert heard == [f"{ownership._user()}@{HERE}"] * 3
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_request_as_soon_as_somebody_has_the_lock_is_not_lost(
+    earlier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was emptied with what was left of former owners, and whoever had asked waited for a minute."""
+    write = ownership._write
+
+    def seen_meanwhile(descriptor: int, owner: Owner) -> None:
+        if look(tmp_path).alive and not asked:
+            asked.append(True)
+            request_end(tmp_path)
+        write(descriptor, owner)
+
+    def hear(by: str) -> bool:
+        heard.append(by)
+        return True
+
+    asked: list[bool] = []
+    heard: list[str] = []
+    if earlier:
+        (tmp_path / ownership.REQUEST).write_text("somebody, in an earlier life\n")
+        os.utime(tmp_path / ownership.REQUEST, (1e9, 1e9))
+    monkeypatch.setattr(ownership, "_write", seen_meanwhile)
+    own = Ownership.acquire(tmp_path, hear)
+    _wait_until(lambda: bool(heard))
+    own.release()
+    assert heard == [f"{ownership._user()}@{HERE}"]
 
 
 @pytest.mark.usefixtures("quick")
 def test_requests_for_other_numbers_are_passed_on_once_each_and_nonsense_is_not(tmp_path: Path) -> None:
     heard: list[dict[str, object]] = []
-    own = Ownership.acquire(tmp_path, nobody, heard.append)
+    own = Ownership.acquire(tmp_path, nobody, hearing(heard))
+    folder = tmp_path / ownership.SCALE
     try:
-        for text in ("no request\n", "[1, 2]\n", "3\n", '{"id": "cut off'):
-            (tmp_path / ownership.SCALE).write_text(text)
-            before = (tmp_path / LOCK).stat().st_mtime_ns
-            _wait_until(lambda before=before: (tmp_path / LOCK).stat().st_mtime_ns > before)
+        too_long = json.dumps({"id": "7", "by": "x" * 2000, "actors": 3})
+        for number, text in enumerate(
+            (b"no request\n", b"[1, 2]\n", b"3\n", b'{"id": "cut off', b"\xff", b"[" * 1024, too_long.encode())
+        ):
+            (folder / f"{number}.json").write_bytes(text)
+        (folder / "7.json").symlink_to(tmp_path / LOCK)
+        (folder / "8.json").mkdir()
+        os.mkfifo(folder / "9.json")
         first = request_scale(tmp_path, 3, None)
         _wait_until(lambda: len(heard) == 1)
         second = request_scale(tmp_path, None, 2)
@@ -197,6 +252,79 @@ def test_requests_for_other_numbers_are_passed_on_once_each_and_nonsense_is_not(
         own.release()
     assert [(one["id"], one["actors"], one["learners"]) for one in heard] == [(first, 3, None), (second, None, 2)]
     assert {one["by"] for one in heard} == {f"{ownership._user()}@{HERE}"}
+    assert {place.name for place in folder.iterdir()} == {"7.json", "8.json", "9.json"}, "the rest was removed"
+
+
+@pytest.mark.usefixtures("quick")
+def test_of_requests_in_quick_succession_each_is_passed_on_in_their_order(tmp_path: Path) -> None:
+    """There was one file for all, and the driver looks once a second: the last one won."""
+    heard: list[dict[str, object]] = []
+    own = Ownership.acquire(tmp_path, nobody, hearing(heard))
+    try:
+        asked = [request_scale(tmp_path, actors) for actors in range(1, 101)]
+        _wait_until(lambda: len(heard) >= 100)
+        beats(tmp_path)
+    finally:
+        own.release()
+    assert [one["id"] for one in heard] == asked
+    assert list((tmp_path / ownership.SCALE).iterdir()) == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_requests_wait_until_somebody_hears_them(tmp_path: Path) -> None:
+    """Those that came while a run was still being built were taken for told, and never answered."""
+    heard: list[dict[str, object]] = []
+    with RunDir(tmp_path) as run:
+        run.end = lambda: True
+        asked = [request_scale(tmp_path, 3), request_scale(tmp_path, 4)]
+        beats(tmp_path)
+        assert len(list((tmp_path / ownership.SCALE).iterdir())) == 2
+        run.wished = hearing(heard)
+        _wait_until(lambda: len(heard) == 2)
+    assert [one["id"] for one in heard] == asked
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_request_that_cannot_be_removed_is_passed_on_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> NoReturn:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    heard: list[dict[str, object]] = []
+    own = Ownership.acquire(tmp_path, nobody, hearing(heard))
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "unlink", refuse)
+            request_scale(tmp_path, 3)
+            _wait_until(lambda: len(heard) == 1)
+            beats(tmp_path, 3)
+    finally:
+        own.release()
+    assert len(heard) == 1
+
+
+def test_requests_to_an_earlier_owner_are_not_heard_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / ownership.SCALE).write_text("")  # as in earlier versions
+    Ownership.acquire(tmp_path, nobody).release()
+    request_scale(tmp_path, 3)
+    (tmp_path / ownership.SCALE / "half.partial").write_text("{")
+    Ownership.acquire(tmp_path, nobody).release()
+    assert list((tmp_path / ownership.SCALE).iterdir()) == []
+
+
+def test_a_run_whose_requests_cannot_be_written_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\.scale cannot be written .*cannot be asked to scale it"):
+        request_scale(tmp_path, 3)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_request_that_is_no_text_leaves_the_signs_of_life_going(tmp_path: Path) -> None:
+    """The thread that gives them died of it, and the run looked dead."""
+    own = Ownership.acquire(tmp_path, lambda by: True)
+    try:
+        (tmp_path / ownership.REQUEST).write_bytes(b"\xff\xfe")
+        beats(tmp_path, 3)
+    finally:
+        own.release()
 
 
 @pytest.fixture
@@ -288,3 +416,21 @@ def _wait_until(moment: Callable[[], bool]) -> None:
     while not moment():
         assert time.monotonic() < until
         time.sleep(0.005)
+
+
+def test_who_forgoes_a_directory_leaves_it_to_those_who_had_it_before(tmp_path: Path) -> None:
+    """A resume that was refused was a sign of life of an owner that is dead."""
+    Ownership.acquire(tmp_path, nobody).release("the disk is gone")
+    long_ago = time.time() - 1000
+    os.utime(tmp_path / LOCK, (long_ago, long_ago))
+    before = look(tmp_path).owner
+    Ownership.acquire(tmp_path, nobody).forgo("no such device")
+    assert look(tmp_path).owner == before
+    assert (tmp_path / LOCK).stat().st_mtime == pytest.approx(long_ago, abs=0.01)
+
+
+def test_where_nobody_was_before_it_is_told_why_a_directory_was_forgone(tmp_path: Path) -> None:
+    Ownership.acquire(tmp_path, nobody).forgo("no such device")
+    owner = look(tmp_path).owner
+    assert owner is not None
+    assert (owner.until is not None, owner.ending) == (True, "no such device")

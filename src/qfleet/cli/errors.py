@@ -9,17 +9,22 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from qfleet.core.errors import QfleetError
+from qfleet.core.errors import QfleetError, came_of_interrupt
+from qfleet.runtime.ownership import interrupt_main_thread
 
 DEBUG = "QFLEET_DEBUG"
 CRASH_FILE = "crash.txt"
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 """What a full or protected disk says."""
+_AGAIN_S, _LOST_S = 0.02, 1.0
+"""How soon an interrupt comes again that was ignored for certain, and one of which nothing is to be seen."""
 
 
 class InternalError(QfleetError):
@@ -29,11 +34,13 @@ class InternalError(QfleetError):
 class InterruptWatch:
     """Makes SIGTERM a Ctrl-C, and remembers one whose KeyboardInterrupt got lost.
 
-    The initialisation of compiled modules, such as torch, drops it and leaves its work unfinished; then anything fails.
+    The initialisation of compiled modules, such as torch, drops it and may leave its work unfinished; then anything
+    fails. Callbacks from C, as numba's compiler has them, only show it and go on. In both cases it is raised again.
     """
 
     def __init__(self) -> None:
-        self.seen = False
+        self.seen = self._watching = False
+        self._coming: list[threading.Timer] = []
         self.note = ""
         """What an interrupt now would leave behind, for a person."""
 
@@ -45,21 +52,52 @@ class InterruptWatch:
             yield
             return
         before = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        show, sys.unraisablehook = sys.unraisablehook, partial(self._shown, sys.unraisablehook)
+        self._watching = True
         try:
             yield
         finally:
+            self._watching, sys.unraisablehook = False, show
+            while self._coming:
+                self._coming.pop().cancel()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def caused(self, error: BaseException | None) -> bool:
         """Return whether an error is a Ctrl-C or comes from one."""
-        while error is not None and not isinstance(error, KeyboardInterrupt):
-            error = error.__cause__ or error.__context__
-        return self.seen or error is not None
+        return self.seen or came_of_interrupt(error)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.seen = True
+        self._again_in(_LOST_S)
         raise KeyboardInterrupt
+
+    def _shown(self, show: Callable[[sys.UnraisableHookArgs], object], what: sys.UnraisableHookArgs) -> None:
+        """Interrupt again where the interpreter would only show an interrupt, and go on."""
+        if isinstance(what.exc_value, KeyboardInterrupt):
+            self._again_in(_AGAIN_S)  # not from here, where it would be ignored once more
+        else:
+            show(what)
+
+    def _again_in(self, seconds: float) -> None:
+        timer = threading.Timer(seconds, self._again)
+        timer.daemon = True
+        self._coming.append(timer)
+        timer.start()
+
+    def _again(self) -> None:
+        # A run that has heard it takes this for the same; what is being closed because of it must not be cut short.
+        if self._watching and not came_of_interrupt(_handled_by_main_thread()):
+            interrupt_main_thread()
+
+
+def _handled_by_main_thread() -> BaseException | None:
+    """Return the exception that the main thread is about to handle, if any."""
+    main = threading.main_thread().ident
+    assert main is not None
+    found: Any = sys._current_exceptions().get(main)
+    error: BaseException | None = found[1] if isinstance(found, tuple) else found  # three things before Python 3.12
+    return error
 
 
 WATCH = InterruptWatch()

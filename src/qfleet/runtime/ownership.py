@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,10 @@ SILENT_S = 60.0
 """An owner on another machine, whose lock cannot be seen, is taken for dead when it was silent for so long."""
 _WATCHED_BEATS = 3
 """So many signs of life must fail to come before a silent owner on another machine loses its directory."""
+_WISH = ".json"
+"""How the names of requests for other numbers end in their folder: the time, so that they sort by it, and an id."""
+_WISH_BYTES, _WISHES = 1024, 64
+"""How long such a request may be, and how many are read at a time."""
 _PATIENCE_S = 0.3
 """How long a lock is tried: whoever looks at a run holds it for a moment."""
 
@@ -122,12 +126,20 @@ def request_end(directory: Path) -> None:
 def request_scale(
     directory: Path, actors: int | None = None, learners: int | None = None, shards: int | None = None
 ) -> str:
-    """Ask the owner of a directory for other numbers of actors, learners or shards; returns the request's id."""
+    """Ask the owner of a directory for other numbers of actors, learners or shards; returns the request's id.
+
+    Each request is a file of its own, which the owner removes when it has heard it.
+    """
     request = {"id": uuid.uuid4().hex, "by": f"{_user()}@{socket.gethostname()}"}
     line = json.dumps({**request, "actors": actors, "learners": learners, "shards": shards}) + "\n"
+    place = directory / SCALE / f"{time.time_ns():020d}-{request['id']}{_WISH}"
+    partial = place.with_suffix(".partial")
     try:
-        (directory / SCALE).write_text(line)
+        partial.write_text(line)
+        os.replace(partial, place)  # the owner sees all of it or nothing
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise ConfigError(
             f"{directory / SCALE} cannot be written ({error.strerror}), and so its owner cannot be asked to scale it"
         ) from error
@@ -141,33 +153,47 @@ def clock(time_s: float) -> str:
 
 @dataclass
 class Ownership:
-    """The hold on a directory; made by `acquire`, ended by `release`."""
+    """The hold on a directory; made by `acquire`, ended by `release` or `forgo`."""
 
     directory: Path
     owner: Owner
     asked: Callable[[str], bool]
     """Called in another thread with who asks for the run's end, once a second until it says that it has heard."""
-    wished: Callable[[dict[str, Any]], None]
-    """Called in another thread with each request for other numbers of roles, once."""
+    wished: Callable[[dict[str, Any]], bool]
+    """Called in another thread with each request for other numbers of roles, in their order, once a second until it
+    says that it has heard."""
     _descriptor: int
+    _answered_ns: int
+    """When the last request for an end was made that was heard, or meant for somebody before."""
+    _former: Owner | None = None
+    """Who had it before."""
+    _stirred_ns: int = 0
+    """When that one last gave a sign of life."""
+    _heard: set[str] = field(default_factory=set)
+    """The names of requests that were heard: who may read a file may not always remove it."""
     _over: threading.Event = field(default_factory=threading.Event)
     _beats: threading.Thread | None = None
 
     @classmethod
     def acquire(
-        cls, directory: Path, asked: Callable[[str], bool], wished: Callable[[dict[str, Any]], None] = lambda wish: None
+        cls,
+        directory: Path,
+        asked: Callable[[str], bool],
+        wished: Callable[[dict[str, Any]], bool] = lambda wish: False,
     ) -> Ownership:
         """Take a directory; refuses one that somebody else is using, and takes over that of the dead."""
         try:
             descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise ConfigError(f"run directory {directory} cannot be written: {error.strerror}") from error
+        stale_ns = _made_ns(directory / REQUEST)  # before the lock: who sees that may ask for the run's end at once
         sight = Sight(_read(descriptor), _taken(descriptor, fcntl.LOCK_EX), _silence(descriptor))
         if sight.alive or (sight.beyond_locks and _stirs(directory)):
             os.close(descriptor)
             raise refusal(directory, sight)
         owner = Owner(_user(), socket.gethostname(), os.getpid(), time.time())
-        ownership = cls(directory, owner, asked, wished, descriptor)
+        stirred_ns = os.fstat(descriptor).st_mtime_ns
+        ownership = cls(directory, owner, asked, wished, descriptor, stale_ns, sight.owner, stirred_ns)
         try:
             ownership._begin()
         except OSError:
@@ -177,38 +203,61 @@ class Ownership:
 
     def release(self, ending: str = "") -> None:
         """Give the directory back; `ending` is the error, if one ended the run."""
+        self._give_back(replace(self.owner, until=time.time(), ending=ending))
+
+    def forgo(self, ending: str) -> None:
+        """Give the directory back as it was: what was to be done in it was refused before it began, with `ending`."""
+        former = self._former or replace(self.owner, until=time.time(), ending=ending)
+        self._give_back(former, None if self._former is None else self._stirred_ns)
+
+    def _give_back(self, record: Owner, stirred_ns: int | None = None) -> None:
         self._over.set()
         if self._beats is not None:
             self._beats.join()
         with contextlib.suppress(OSError):  # a full disk: then the free lock says it
-            _write(self._descriptor, replace(self.owner, until=time.time(), ending=ending))
+            _write(self._descriptor, record)
+            if stirred_ns is not None:  # else the dead of another machine would seem to live for a while
+                os.utime(self._descriptor, ns=(stirred_ns, stirred_ns))
         os.close(self._descriptor)  # the kernel gives the lock back, as it does when the process dies
 
     def _begin(self) -> None:
         _write(self._descriptor, self.owner)
         # Made now and filled later: of a file that is there, another machine's change is seen at once on NFS as well.
-        for name in (REQUEST, SCALE):
-            (self.directory / name).write_text("")
+        (self.directory / REQUEST).open("a").close()
+        _empty(self.directory / SCALE)
         self._beats = threading.Thread(target=self._beat, name="ownership", daemon=True)
         self._beats.start()
 
     def _beat(self) -> None:
-        heard, told = False, ""
+        request = self.directory / REQUEST
         while not self._over.wait(BEAT_S):
             with contextlib.suppress(OSError):
                 os.utime(self._descriptor)
-                if not heard and (by := (self.directory / REQUEST).read_text().strip()):
-                    heard = self.asked(by)
-                if (wish := (self.directory / SCALE).read_text()) != told and wish.endswith("\n"):
-                    told = wish
-                    self._pass_on(wish)
+                made, by = _made_ns(request), request.read_text(errors="replace").strip()
+                if made != self._answered_ns and by and self.asked(by):
+                    self._answered_ns = made  # another one may follow, if this did not help
+            with contextlib.suppress(OSError):
+                self._pass_on()
 
-    def _pass_on(self, wish: str) -> None:
-        """Tell of a request that is one; anybody who may write the directory can write anything."""
-        with contextlib.suppress(ValueError):
-            request = json.loads(wish)
-            if isinstance(request, dict):
-                self.wished(request)
+    def _pass_on(self) -> None:
+        """Tell of the requests for other numbers until one is not heard yet, and remove those that were."""
+        folder = self.directory / SCALE
+        os.utime(folder)  # a shared disk's server is asked for news thereby, not the list that is remembered here
+        for place in _wishes(folder, self._heard):
+            wish = _wish(place)
+            if wish is not None and not self.wished(wish):
+                return
+            self._heard.add(place.name)
+            with contextlib.suppress(OSError):
+                place.unlink()
+
+
+def _made_ns(file: Path) -> int:
+    """Return when a file was written last; 0 if it is not there."""
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def interrupt_main_thread() -> bool:
@@ -248,6 +297,34 @@ def _write(descriptor: int, owner: Owner) -> None:
     line = json.dumps(asdict(owner)).encode() + b"\n"
     os.pwrite(descriptor, line, 0)  # first, so that whoever reads meanwhile finds a whole line
     os.ftruncate(descriptor, len(line))
+
+
+def _empty(folder: Path) -> None:
+    """Make the folder of requests; those to an earlier owner are gone, and whoever made them knows that it ended."""
+    if not folder.is_dir():
+        folder.unlink(missing_ok=True)  # a file in earlier versions
+    folder.mkdir(exist_ok=True)
+    for place in folder.iterdir():
+        with contextlib.suppress(OSError):
+            place.unlink()
+
+
+def _wishes(folder: Path, heard: Collection[str]) -> list[Path]:
+    """Return the first of the requests in a folder, by time."""
+    with os.scandir(folder) as entries:
+        names = [one.name for one in entries if one.name.endswith(_WISH) and one.is_file(follow_symlinks=False)]
+    return [folder / name for name in sorted(names) if name not in heard][:_WISHES]
+
+
+def _wish(place: Path) -> dict[str, Any] | None:
+    """Return the request in a file; None if it is none, since whoever may write the directory can write anything."""
+    try:
+        with place.open("rb") as file:
+            content = file.read(_WISH_BYTES + 1)
+        wish = json.loads(content) if len(content) <= _WISH_BYTES else None
+    except (ValueError, RecursionError, PermissionError, FileNotFoundError):
+        return None
+    return wish if isinstance(wish, dict) else None
 
 
 def _stirs(directory: Path) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from qfleet.core.errors import ConfigError, QfleetError
+from qfleet.core.errors import ConfigError, QfleetError, came_of_interrupt
 from qfleet.core.failpoints import failpoint
 from qfleet.runtime.epochs import Epoch
 from qfleet.runtime.ownership import INTERRUPTED, Ownership, interrupt_main_thread, look, refusal
@@ -34,8 +34,8 @@ class RunDir:
         """Called in another thread when somebody asks for the run's end, until it returns True; Ctrl-C where it can."""
         self.ended_by = ""
         """Who asked for that: USER@HOST."""
-        self.wished: Callable[[dict[str, Any]], None] = lambda wish: None
-        """Called in another thread with each request for other numbers of roles."""
+        self.wished: Callable[[dict[str, Any]], bool] = lambda wish: False
+        """Called in another thread with each request for other numbers of roles, until it returns True."""
         self._ownership: Ownership | None = None
         self._epoch: Epoch | None = None
         self.begun = False
@@ -68,14 +68,14 @@ class RunDir:
         return run
 
     def __enter__(self) -> RunDir:
-        if threading.current_thread() is threading.main_thread():
-            self.end = interrupt_main_thread
         self._ownership = Ownership.acquire(self.path, self._asked, lambda wish: self.wished(wish))
         try:
             self._epoch = Epoch.begin(self.checkpoints)
         except OSError as error:
             self._ownership.release()
             raise ConfigError(f"{self.checkpoints} cannot be written: {error.strerror}") from error
+        if threading.current_thread() is threading.main_thread():
+            self.end = interrupt_main_thread  # last: what cut in before would leave the directory without a word
         return self
 
     def _asked(self, by: str) -> bool:
@@ -87,10 +87,14 @@ class RunDir:
     ) -> None:
         for place in self.epoch.folder.glob(f"{MEETING}*"):
             place.unlink(missing_ok=True)  # ranks that were killed left it
-        if self._made and not self.begun and getattr(error, "exit_code", 0) == ConfigError.exit_code:
-            shutil.rmtree(self.path)  # refused before it began: leave nothing behind
+        refused = not self.begun and getattr(error, "exit_code", 0) == ConfigError.exit_code
+        if self._made and refused:
+            shutil.rmtree(self.path)  # leave nothing behind
         if self._ownership is not None:
-            self._ownership.release(ending(error))
+            if refused:
+                self._ownership.forgo(ending(error))
+            else:
+                self._ownership.release(ending(error))
             self._ownership = None
 
     @property
@@ -117,9 +121,9 @@ def ending(error: BaseException | None) -> str:
     """Return how an error that ends a run is told; empty for none."""
     if error is None:
         return ""
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    return str(error) if isinstance(error, QfleetError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, QfleetError):
+        return str(error)
+    return INTERRUPTED if came_of_interrupt(error) else f"{type(error).__name__}: {error}"
 
 
 def write_atomically(path: Path, text: str) -> None:

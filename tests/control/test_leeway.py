@@ -128,7 +128,7 @@ def test_inference_is_left_open_between_two_close_sides_only_and_begins_on_the_f
     assert plan.env_steps_per_s == faster == rates[str(plan.settings["inference.begins"])]
 
 
-@pytest.mark.parametrize(("act", "begins"), [(15, "local"), (20, "served")])
+@pytest.mark.parametrize(("act", "begins"), [(13, "local"), (20, "served")])
 def test_the_run_finds_out_which_of_two_close_sides_is_faster(act: float, begins: str) -> None:
     plan = planned(acting_counts(act), 4, gpu="a GPU")
     assert plan.settings["inference.kind"] == "adaptive"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,6 +53,20 @@ Tried = tuple[Arrangement, Prediction]
 """A way, and what it would do."""
 
 
+@dataclass(frozen=True)
+class Tick:
+    """One tick of an actor that has the machine to itself, in seconds."""
+
+    length: float
+    """What it waits for included."""
+    cpu: float
+    """Processor time of all its threads and processes."""
+    rest: float
+    """What comes before and after the environments' steps."""
+    burst: float
+    """Processor time of environments that step in threads or processes of their own; 0 where they do not."""
+
+
 def inline(experiment: Experiment, measured: Measurements) -> Prediction:
     """Return what the experiment does in one process, where roles take turns."""
     actor = at(measured.actor_tick, experiment.actor.envs) / experiment.actor.envs
@@ -67,36 +82,62 @@ def predict(experiment: Experiment, measured: Measurements, cores: float, way: A
     message = message_side(measured, rows) / rows
     sent = measured.batch_message if way.learner.batch_message is None else way.learner.batch_message
     batch = (measured.wake / way.learner.updates_per_draw + sent / 2) * measured.batches_per_step
-    actor, cpu, inference = _acting(measured, way)
-    actor, cpu = actor / way.envs + message, cpu / way.envs + message
+    tick, inference = _acting(measured, way)
     kept = measured.replay if way.learner.replay is None else way.learner.replay
     replay, learner = kept + batch + message, way.learner.seconds + batch
     if not replaying(experiment):
         replay, learner = 0.0, way.learner.seconds + message
+    beside = inference + replay + way.learner.threads * learner
+    cpu = tick.cpu / way.envs + message
+    actor = crowded(tick, cores, way.actors, way.envs * beside) / way.envs + message
+    if not replaying(experiment):
         actor += learner  # each rollout waits for the weights that the one before it led to
     limits = {
         "actor": way.actors / max(actor, _NOTHING),
         "inference": 1 / max(inference, _NOTHING),
         "replay": experiment.replay.shards / max(replay, _NOTHING),
         "learner": 1 / max(learner, _NOTHING),
-        "cores": EFFICIENCY * cores / max(cpu + inference + replay + way.learner.threads * learner, _NOTHING),
+        "cores": EFFICIENCY * cores / max(cpu + beside, _NOTHING),
     }
     slowest = min(limits, key=lambda name: limits[name])
     return Prediction(actor, cpu, inference, replay, learner, limits[slowest], slowest)
 
 
-def _acting(measured: Measurements, way: Arrangement) -> tuple[float, float, float]:
-    """Return the seconds of an actor's tick, their processor time, and a server's seconds for each step."""
+def _acting(measured: Measurements, way: Arrangement) -> tuple[Tick, float]:
+    """Return an actor's tick, and a server's seconds for each environment step."""
     tick, cpu = at(measured.actor_tick, way.envs), at(measured.actor_cpu, way.envs)
+    stepping = min(at(measured.env_tick, way.envs), tick)
+    burst = cpu - tick + stepping if cpu > tick else 0.0
     if way.inference == "local":
-        return tick * ((measured.two_groups or 1.0) if way.groups > 1 else 1.0), cpu, 0.0
-    request = request_side(measured, way.envs)
-    own = max(tick - at(measured.act, way.envs), 0.0) + request
-    asked = way.actors * way.envs // way.groups
+        length = tick * ((measured.two_groups or 1.0) if way.groups > 1 else 1.0)
+        return Tick(length, cpu, tick - stepping, burst), 0.0
+    size = max(1, way.envs // way.groups)
+    act, request = at(measured.act, way.envs), way.groups * request_side(measured, size)
+    own = max(tick - act, 0.0) + request
     curve = measured.act if way.inference == "cpu" else measured.act_cuda
-    served = at(curve, asked) + way.actors * request_side(measured, max(1, way.envs // way.groups))
-    waited = max(own, served) if way.groups > 1 else own + served
-    return waited, max(cpu - at(measured.act, way.envs), 0.0) + request, served / max(asked, 1)
+    asked = way.actors * size
+    served = at(curve, asked) + way.actors * request_side(measured, size)
+    if way.groups > 1:
+        waited, rest = max(own, served), own
+    else:  # it waits for its own values, and for those of others as often as the server is at work for them
+        alone = at(curve, size) + request_side(measured, size)
+        waited = rest = own + alone + max(served - alone, 0.0) * served / max(own + served, _NOTHING)
+    found = Tick(waited, max(cpu - act, 0.0) + request, max(rest - stepping, 0.0), burst)
+    return found, served / max(asked, 1)
+
+
+def crowded(tick: Tick, cores: float, actors: int, beside: float) -> float:
+    """Return how long a tick is where all roles share the cores; `beside` is what others compute for one, in seconds.
+
+    Environments that step in several threads want several cores for a moment, and find those that are not taken:
+    length = rest + burst / (cores - taken / length), where taken is the processor time of all others. Two groups of
+    environments do not change that: what one of them gains, the other lacks.
+    """
+    if not tick.burst:
+        return tick.length
+    cores, taken = EFFICIENCY * cores, (actors - 1) * tick.cpu + actors * beside
+    half = (taken + tick.rest * cores + tick.burst) / 2
+    return max(tick.length, (half + math.sqrt(max(half**2 - cores * tick.rest * taken, 0.0))) / cores)
 
 
 def request_side(measured: Measurements, rows: int) -> float:

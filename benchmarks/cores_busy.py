@@ -1,0 +1,131 @@
+"""How busy all cores are while a run samples as fast as it can, its learner having little to do; prints a table.
+
+    python benchmarks/cores_busy.py [PRESET] [--seconds 20] [--turns 3] [--ways ACTORS:GROUPS:SIDE ...]
+
+The first row is the run as it is planned; `--ways` adds other numbers of actors, groups of environments, and who
+computes for the actors (local, cpu, cuda), all else as planned, each with what the planner's model says of it.
+Whatever else the machine does counts as busy, so that this is for a quiet one; its share before the run is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import qfleet
+from qfleet.control.plan import Plan
+from qfleet.control.prediction import Arrangement, predict
+from qfleet.experiment import with_changes
+from qfleet.observe.sinks import read_jsonl
+from qfleet.presets import preset
+
+RARELY = {"learner.train_period": 200.0, "learner.learning_starts": 2000, "replay.capacity": 200_000}
+"""Few environment steps are learned from: sampling is then what holds a run up."""
+UNDISTURBED = {"evaluation.every": 10**9, "checkpoint.every": 10**9, "evaluation.test_episodes": 1}
+WARM_UP = 10_000
+"""Steps before the first turn; updates have begun by then."""
+
+
+class Look:
+    """Watches the cores for some turns once a run is at work, then stops it."""
+
+    def __init__(self, seconds: float, turns: int) -> None:
+        self._seconds, self._turns = seconds, turns
+        self._began: tuple[float, Any, float] | None = None
+        self.shares: list[float] = []
+        self.rates: list[float] = []
+
+    def on_step(self, metrics: dict[str, Any], stop: Any) -> None:
+        """Begin or end a turn, if it is time."""
+        now, steps = time.monotonic(), float(metrics["env_steps"])
+        if self._began is None:
+            if steps > WARM_UP:
+                self._began = now, psutil.cpu_times(), steps
+            return
+        then, before, had = self._began
+        if now - then < self._seconds:
+            return
+        self.shares.append(busy(before, psutil.cpu_times()))
+        self.rates.append((steps - had) / (now - then))
+        self._began = now, psutil.cpu_times(), steps
+        if len(self.shares) == self._turns:
+            stop()
+
+
+def busy(before: Any, after: Any) -> float:
+    """Return the share of the cores' time between two looks in which they did not idle."""
+    spent = [new - old for new, old in zip(after, before, strict=True)]
+    idle = sum(share for name, share in zip(before._fields, spent, strict=True) if name in ("idle", "iowait"))
+    counted = sum(share for name, share in zip(before._fields, spent, strict=True) if not name.startswith("guest"))
+    return 1.0 - idle / counted
+
+
+def planned_way(plan: Plan) -> str:
+    """Return a plan's arrangement as it is written for `--ways`."""
+    chosen = plan.settings
+    kind, begins = chosen.get("inference.kind", "local"), chosen.get("inference.begins", "served")
+    side = "local" if "local" in (kind, begins) else chosen["inference.device"]
+    return f"{chosen['actors']}:{chosen['actor.groups']}:{side}"
+
+
+def arranged(plan: Plan, way: str) -> dict[str, Any]:
+    """Return a plan's settings with another arrangement, which nobody changes while it runs."""
+    actors, groups, side = way.split(":")
+    kept = {name: value for name, value in plan.settings.items() if not name.startswith("inference.")}
+    kind = {"inference.kind": "local"} if side == "local" else {"inference.kind": "served", "inference.device": side}
+    return {**kept, **kind, "actors": int(actors), "actor.groups": int(groups), "spare_actors": 0}
+
+
+def predicted(name: str, plan: Plan, way: str) -> float:
+    """Return the environment steps a second that the planner's model expects of an arrangement."""
+    actors, groups, side = way.split(":")
+    chosen, measured = plan.settings, plan.measurements
+    assert measured is not None
+    assert plan.resources is not None
+    experiment = with_changes(preset(name), {"placement": "processes", **RARELY})
+    drawn = chosen.get("learner.updates_per_draw", experiment.learner.updates_per_draw)
+    wanted = (chosen["device"], chosen["threads"], drawn)
+    learner = next(one for one in measured.learners if (one.device, one.threads, one.updates_per_draw) == wanted)
+    envs, unroll = int(chosen["actor.envs"]), int(chosen["actor.unroll"])
+    arrangement = Arrangement(int(actors), envs, unroll, int(groups), learner, side)  # type: ignore[arg-type]
+    return predict(experiment, measured, plan.resources.cores, arrangement).rate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset", nargs="?", default="atari:pong")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--ways", nargs="*", default=[], metavar="ACTORS:GROUPS:SIDE")
+    options = parser.parse_args()
+    before = psutil.cpu_times()
+    time.sleep(3.0)
+    print(f"before: {busy(before, psutil.cpu_times()):.0%} busy\n")
+    plan = qfleet.plan(options.preset, placement="processes", **RARELY, **UNDISTURBED)
+    print("| actors:groups:inference | environments each | cores busy | predicted steps/s | steps/s | bottleneck |")
+    print("|---" * 6 + "|")
+    for number, way in enumerate([planned_way(plan), *options.ways]):
+        look = Look(options.seconds, options.turns)
+        settings = {**RARELY, **UNDISTURBED, **(arranged(plan, way) if number else {"plan": plan})}
+        with tempfile.TemporaryDirectory() as folder:
+            qfleet.train(
+                options.preset, run_dir=Path(folder) / "run", placement="processes", env_steps=10**9,
+                callbacks=qfleet.Callbacks(on_step=look.on_step), **settings,
+            )  # fmt: skip
+            holds_up = read_jsonl(Path(folder) / "run" / "metrics.jsonl")[-2]["bottleneck"]
+        shares = ", ".join(f"{share:.0%}" for share in look.shares)
+        print(
+            f"| {way}{'' if number else ' (planned)'} | {plan.settings['actor.envs']} | {shares} |"
+            f" {predicted(options.preset, plan, way):,.0f} | {statistics.median(look.rates):,.0f} | {holds_up} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -116,7 +116,8 @@ def _learning(experiment: Experiment) -> Rules:
         (replaying and starts > capacity,
          f"learner.learning_starts {starts} exceeds replay.capacity {capacity}: learning would never start"),
         (replaying and starts >= env_steps,
-         f"learner.learning_starts {starts} is not below env_steps {env_steps}: nothing would be learned"),
+         f"learner.learning_starts {starts} is not below env_steps {env_steps}: nothing would be learned;"
+         " lower the one or raise the other"),
         (replaying and 0 < env_steps - starts < drawn * period,
          f"learner.train_period {period}{times} exceeds the {env_steps - starts} steps that env_steps leaves after"
          " learner.learning_starts: nothing would be learned"),

@@ -183,6 +183,13 @@ def test_a_second_run_in_the_same_directory_is_refused(run_dir: Path, capsys: py
     assert (run_dir / "config.yaml").read_bytes() == before
 
 
+def test_a_folder_of_runs_is_no_run_directory(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = command(capsys, "train", "maze", "--run-dir", str(run_dir.parent))
+    assert outcome.code == 2
+    assert f"is a folder of runs, {run_dir.name} among them" in outcome.err
+    assert not (run_dir.parent / "config.yaml").exists()
+
+
 def test_a_run_directory_in_use_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunDir.existing(run_dir):
         outcome = command(capsys, "resume", str(run_dir))

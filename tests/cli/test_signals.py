@@ -10,9 +10,10 @@ from pathlib import Path
 
 import hanging_env
 import pytest
-from started_runs import PROCESSES, Flags, Started, lives, started, training
+from started_runs import LOADED_S, PROCESSES, Flags, Started, lives, started, training
 
 from qfleet.runtime import checkpoint
+from qfleet.runtime.ownership import INTERRUPTED, look
 
 WORKERS = {"env.vectorisation": "async", "actor.envs": "4"}
 EVALUATING = {"evaluation.every": "500", "evaluation.episodes": "10000"}
@@ -70,6 +71,46 @@ def test_a_signal_ends_a_run_soon_and_cleanly(
         assert run.end() == 130, run.errors()
         if training(run.run):
             assert checkpoint.newest_good(run.run / "checkpoints").manifest["env_steps"] > 0
+    finally:
+        run.clean_up()
+
+
+def test_sigterm_ends_a_run_on_ray_cleanly(tmp_path: Path) -> None:
+    """Ray has a handler of its own, by which the run failed and saved nothing."""
+    pytest.importorskip("ray")
+    run = Started(tmp_path / "run", {"placement": "ray", "actors": "1"})
+    try:
+        run.wait_for(training, 1.0)
+        run.process.send_signal(signal.SIGTERM)
+        run.process.wait(LOADED_S)  # Ray itself takes a while
+        assert run.end() == 130, run.errors()
+        assert checkpoint.newest_good(run.run / "checkpoints").manifest["env_steps"] > 0
+    finally:
+        run.clean_up()
+
+
+def test_who_presses_ctrl_c_again_and_again_gets_the_same_exit_code(tmp_path: Path) -> None:
+    """The interpreter was killed by the last one while libraries were ending."""
+    run = Started(tmp_path / "run", PROCESSES)
+    try:
+        run.wait_for(training)
+        while run.process.poll() is None:
+            os.killpg(run.process.pid, signal.SIGINT)
+            time.sleep(0.04)
+        assert run.end() == 130, run.errors()
+    finally:
+        run.clean_up()
+
+
+def test_a_terminal_that_is_closed_while_a_run_is_planned_is_an_interrupt(tmp_path: Path) -> None:
+    flags = {"placement": "processes"}
+    run = Started(tmp_path / "run", flags, more={"XDG_CACHE_HOME": str(tmp_path / "empty")})
+    try:
+        run.wait_for(lambda path: look(path).alive)
+        run.process.send_signal(signal.SIGHUP)
+        run.process.wait(LOADED_S)
+        assert run.end() == 130, run.errors()
+        assert look(run.run).owner.ending == INTERRUPTED
     finally:
         run.clean_up()
 

@@ -21,6 +21,7 @@ import pytest
 
 from qfleet.core.errors import ConfigError
 from qfleet.runtime import ownership
+from qfleet.runtime.epochs import Epoch
 from qfleet.runtime.ownership import LOCK, SILENT_S, Owner, Ownership, Sight, look, request_end, request_scale
 from qfleet.runtime.rundir import RunDir
 
@@ -228,6 +229,45 @@ def test_a_request_as_soon_as_somebody_has_the_lock_is_not_lost(
     _wait_until(lambda: bool(heard))
     own.release()
     assert heard == [f"{ownership._user()}@{HERE}"]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("place", ["acquire", "epoch", "leave"])
+def test_an_interrupt_while_a_directory_is_taken_or_given_back_does_not_keep_it(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = {"acquire": (Ownership, "_begin"), "epoch": (Epoch, "begin"), "leave": (Ownership, "_give_back")}[place]
+    real = getattr(*where)
+
+    def cut(*arguments: object) -> object:
+        result = real(*arguments)
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(*where, cut)
+    with pytest.raises(KeyboardInterrupt), RunDir.create(tmp_path / "run"):
+        assert place == "leave"
+    assert not look(tmp_path / "run").alive
+    monkeypatch.undo()
+    with RunDir.create(tmp_path / "run"):
+        assert look(tmp_path / "run").alive
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_request_waits_where_the_caller_has_a_handler_of_its_own(tmp_path: Path) -> None:
+    """asyncio's handler raises something later, somewhere else: the run went on, and its caller was cancelled."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    heard = threading.Event()
+    try:
+        with RunDir.create(tmp_path / "run") as run:
+            request_end(tmp_path / "run")
+            beats(tmp_path / "run", 3)
+            assert (came, run.ended_by) == ([], f"{ownership._user()}@{HERE}")
+            run.end = lambda: heard.set() is None
+            assert heard.wait(30), "who can heed it is told of it then"
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("quick")

@@ -103,3 +103,20 @@ def test_a_look_that_fails_leaves_what_was_seen_before(head: Head) -> None:
     assert watch.sites() == [HERE]
     assert watch.ended == ""
     watch.close()
+
+
+def test_a_head_at_which_every_look_fails_is_missed_as_a_silent_one_is(
+    head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_watch, "_FRESH_S", 0.3)
+    monkeypatch.setattr(ray_watch, "HEAD_S", 0.6)
+    watch, began = ClusterWatch(), time.monotonic()
+    head.nodes = []
+    while not watch.ended:
+        assert time.monotonic() < began + 30
+        assert watch.sites() == [HERE]
+    head.nodes = [HERE, OTHER]
+    while watch.ended:
+        assert time.monotonic() < began + 30
+    assert watch.sites() == [HERE, OTHER]
+    watch.close()

@@ -17,9 +17,12 @@ from types import FrameType
 from typing import Any
 
 from qfleet.core.errors import QfleetError, came_of_interrupt
+from qfleet.runtime.held_back import ENDINGS
 from qfleet.runtime.ownership import interrupt_main_thread
 
 DEBUG = "QFLEET_DEBUG"
+INTERRUPTED = 130
+"""The exit code of what a signal ended, as a shell has it."""
 CRASH_FILE = "crash.txt"
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 """What a full or protected disk says."""
@@ -32,7 +35,7 @@ class InternalError(QfleetError):
 
 
 class InterruptWatch:
-    """Makes SIGTERM a Ctrl-C, and remembers one whose KeyboardInterrupt got lost.
+    """Makes SIGTERM and a closed terminal a Ctrl-C, and remembers one whose KeyboardInterrupt got lost.
 
     The initialisation of compiled modules, such as torch, drops it and may leave its work unfinished; then anything
     fails. Callbacks from C, as numba's compiler has them, only show it and go on. In both cases it is raised again.
@@ -51,7 +54,8 @@ class InterruptWatch:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        heard = [number for number in ENDINGS if signal.getsignal(number) not in (None, signal.SIG_IGN)]
+        before = {number: signal.signal(number, self._interrupt) for number in heard}
         show, sys.unraisablehook = sys.unraisablehook, partial(self._shown, sys.unraisablehook)
         self._watching = True
         try:
@@ -151,7 +155,7 @@ def report(error: BaseException) -> int:
         return error.exit_code
     if WATCH.caused(error):
         print(f"interrupted: {WATCH.note}" if WATCH.note else "interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     hint = "" if os.environ.get(DEBUG) else f" (the same command with {DEBUG}=1 shows the traceback)"
     print(f"error: {internal_error(error)}{hint}", file=sys.stderr)
     return 3

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
-from qfleet.cli.errors import WATCH, report
+from qfleet.cli.errors import INTERRUPTED, WATCH, report
 from qfleet.core.errors import ConfigError, did_you_mean
+from qfleet.runtime.held_back import ENDINGS
 from qfleet.version import __version__
 
 VERBS = {
@@ -28,6 +30,22 @@ VERBS = {
     "doctor": "show what this machine and installation can do",
 }
 """Each verb is a module of this package with a function `run(words) -> exit code`; it is imported when it is called."""
+
+
+def command() -> int:
+    """Carry out the command that this process was started for, and return its exit code, which is then its own.
+
+    The libraries take a while to end; a further Ctrl-C must not cut that short. An interrupt that went through a string
+    being executed, as dataclasses and numba have them, is remembered although it was handled, and the interpreter would
+    end `python -m qfleet` by SIGINT; the next string makes it forget.
+    """
+    heard = [number for number in ENDINGS if signal.getsignal(number) not in (None, signal.SIG_IGN)]
+    before = {number: signal.signal(number, lambda *_: None) for number in heard}  # whoever works heeds them
+    code = main()
+    for number, handler in before.items():
+        signal.signal(number, signal.SIG_IGN if code == INTERRUPTED else handler)
+    exec("")
+    return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,10 +11,10 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from qfleet.cli.errors import INTERRUPTED
 from qfleet.core.statistics import estimate, iqm, mean_ci95
 from qfleet.observe.text import count, duration, interval, number, rate
 
-INTERRUPTED = 130
 TARGET_MISSED = 4
 
 Summary = Mapping[str, Any]

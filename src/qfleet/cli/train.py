@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from qfleet.cli.errors import WATCH, crash_file_in
+from qfleet.cli.errors import INTERRUPTED, WATCH, crash_file_in
 from qfleet.cli.flags import Given, own_options, split_words, wants_help
 from qfleet.cli.helptext import help_page
 from qfleet.cli.settings import settings_of
@@ -149,7 +149,7 @@ def _train_seeds(experiment: Experiment, options: TrainOptions, changes: dict[st
     codes, summaries = [], []
     for one in experiments:
         code, summary = _train_one(one, top / f"seed-{one.seed}", options, changes)
-        if code == 130:
+        if code == INTERRUPTED:
             return code
         codes.append(code)
         summaries.append(summary)

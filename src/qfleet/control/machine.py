@@ -146,7 +146,7 @@ def key_of(experiment: Experiment, code: UserCode, resources: Resources, version
     """Return what measurements are found by: the machine, and all that decides about the work."""
     parts = ("env", "network", "agent", "optim", "learner", "replay", "accel", "device", "actor")
     tree = experiment.model_dump(mode="json", include=set(parts))
-    del tree["replay"]["capacity"], tree["replay"]["shards"]
+    del tree["replay"]["capacity"], tree["replay"]["shards"], tree["learner"]["learning_starts"]
     own = [one and f"{one.__module__}:{getattr(one, '__qualname__', '')}" for one in (code.env, code.network)]
     return {
         "machine": [resources.cpu, resources.cores, resources.gpu],

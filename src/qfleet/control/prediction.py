@@ -12,6 +12,9 @@ from qfleet.experiment import Experiment
 
 EFFICIENCY = 0.9
 """Share of the cores that roles can use together: the system and their waiting for each other take the rest."""
+WIDE = 1.1
+"""An actor whose processor time exceeds its length by this factor has environments that step beside it; less is noise.
+"""
 _NOTHING = 1e-12
 """Seconds that stand for none, where one divides by them."""
 
@@ -89,9 +92,9 @@ def predict(experiment: Experiment, measured: Measurements, cores: float, way: A
         replay, learner = 0.0, way.learner.seconds + message
     beside = inference + replay + way.learner.threads * learner
     cpu = tick.cpu / way.envs + message
-    actor = crowded(tick, cores, way.actors, way.envs * beside) / way.envs + message
-    if not replaying(experiment):
-        actor += learner  # each rollout waits for the weights that the one before it led to
+    apart = message if replaying(experiment) else message + learner  # rollouts wait for the weights of the one before
+    among_others = crowded(tick, cores, way.actors, way.envs * beside)
+    alone, actor = (length / way.envs + apart for length in (tick.length, among_others))
     limits = {
         "actor": way.actors / max(actor, _NOTHING),
         "inference": 1 / max(inference, _NOTHING),
@@ -100,6 +103,8 @@ def predict(experiment: Experiment, measured: Measurements, cores: float, way: A
         "cores": EFFICIENCY * cores / max(cpu + beside, _NOTHING),
     }
     slowest = min(limits, key=lambda name: limits[name])
+    if slowest != "actor":
+        actor = alone  # at a slower pace they crowd each other less
     return Prediction(actor, cpu, inference, replay, learner, limits[slowest], slowest)
 
 
@@ -107,7 +112,7 @@ def _acting(measured: Measurements, way: Arrangement) -> tuple[Tick, float]:
     """Return an actor's tick, and a server's seconds for each environment step."""
     tick, cpu = at(measured.actor_tick, way.envs), at(measured.actor_cpu, way.envs)
     stepping = min(at(measured.env_tick, way.envs), tick)
-    burst = cpu - tick + stepping if cpu > tick else 0.0
+    burst = cpu - tick + stepping if cpu > WIDE * tick else 0.0
     if way.inference == "local":
         length = tick * ((measured.two_groups or 1.0) if way.groups > 1 else 1.0)
         return Tick(length, cpu, tick - stepping, burst), 0.0

@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from qfleet.control.measurements import QUIET, LearnerCost, Measurements, at
-from qfleet.control.prediction import Arrangement, Tried, message_side, predict, replaying, request_side
+from qfleet.control.prediction import (
+    WIDE,
+    Arrangement,
+    Prediction,
+    Tried,
+    message_side,
+    predict,
+    replaying,
+    request_side,
+)
 from qfleet.control.resources import Resources
 from qfleet.experiment import Experiment
 
@@ -54,10 +63,11 @@ def reasons(
         "cores": f"the {resources.cores:g} cores, which all roles share",
     }[prediction.bottleneck]
     alone = predict(experiment, measured, resources.cores, replace(way, actors=1)).rate
-    more = f"; one actor would give {alone:,.0f}" if way.actors > 1 else "; more actors would not help"
+    no_more = "cores and memory hold no more of them" if prediction.bottleneck == "actor" else "more would not help"
+    more = f"; one actor would give {alone:,.0f}" if way.actors > 1 else f"; {no_more}"
     found = {
         "actors": f"{way.actors}: {prediction.rate:,.0f} steps/s, limited by {limit}{more}",
-        "actor.envs": _tick(measured, way),
+        "actor.envs": _tick(measured, way, prediction),
         "actor.groups": _groups(measured, way),
         "inference": _sides(best) + _inference(measured, way),
         "device": _device(measured, way),
@@ -74,12 +84,14 @@ def reasons(
     return found
 
 
-def _tick(measured: Measurements, way: Arrangement) -> str:
+def _tick(measured: Measurements, way: Arrangement, prediction: Prediction) -> str:
     env, act = at(measured.env_tick, way.envs), at(measured.act, way.envs)
     tick = max(at(measured.actor_tick, way.envs), env, act)
+    among_others = way.envs * prediction.actor
+    crowd = f"; {1e3 * among_others:.2f} ms where others want the cores, too" if among_others > WIDE * tick else ""
     return (
         f"{way.envs}: a tick takes {1e3 * tick:.2f} ms, {env / tick:.0%} of it environments"
-        f" ({way.envs / env:,.0f} steps/s alone), {act / tick:.0%} inference"
+        f" ({way.envs / env:,.0f} steps/s alone), {act / tick:.0%} inference{crowd}"
     )
 
 
@@ -90,7 +102,8 @@ def _groups(measured: Measurements, way: Arrangement) -> str:
         return f"{way.groups}: environments step in the actor's own thread"
     if way.groups > 1:
         return f"2: while one group steps the other is acted for; a tick takes {measured.two_groups:.0%} of the time"
-    return f"1: with 2 a tick takes {measured.two_groups:.0%} of the time"
+    idle = " while nobody else wants the cores" if measured.two_groups < 1 else ""
+    return f"1: with 2 a tick takes {measured.two_groups:.0%} of the time{idle}"
 
 
 def _sides(best: Sequence[Tried]) -> str:

@@ -261,8 +261,13 @@ def _made_ns(file: Path) -> int:
 
 
 def interrupt_main_thread() -> bool:
-    """Do what Ctrl-C does, from any thread; returns False where that does nothing, as in what a shell began with &."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    """Do what Ctrl-C does, from any thread; returns False where that may do nothing.
+
+    So it is in what a shell began with &, and where a caller has a handler of its own, as asyncio has: who knows when
+    that raises anything, and where.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler and not getattr(handler, "__module__", "").startswith("qfleet."):
         return False
     main = threading.main_thread().ident
     assert main is not None

@@ -31,6 +31,7 @@ from qfleet.runtime.child import RoleSetup
 from qfleet.runtime.children import end_process
 from qfleet.runtime.crossings import draw_map
 from qfleet.runtime.graph import Graph, Node
+from qfleet.runtime.held_back import held_back
 from qfleet.runtime.meeting import MeetingPlace
 from qfleet.runtime.memory import RunFolder
 from qfleet.runtime.ray_cluster import Site
@@ -89,16 +90,18 @@ class RayPlacement(RoamingPlacement):
         """Where a group meets that is on several nodes; None where none is."""
         self._payloads = {node.name: _payload(node) for node in graph.nodes}
         self._graph, self._expendable, self._needs = graph, set(expendable), needs or {}
-        self._owns_ray = ray_cluster.connect(address)
-        self._helpers = ray_cluster.helpers() if self._owns_ray else []
-        self._cluster = ClusterWatch()
-        self._folder = RunFolder()
-        self._keepers = [Keepers()]
-        self._stewards = Stewards(sorted({node.build.__module__ for node in graph.nodes}), self._kill)
-        self._setups = {}
-        self._carrying = self._asked = False
-        atexit.register(self.close)  # before Ray's own handler
+        with held_back() as held:  # a Ray whose start is cut short leaves processes behind that nobody knows
+            self._owns_ray = ray_cluster.connect(address)
+            self._helpers = ray_cluster.helpers() if self._owns_ray else []
+            self._cluster = ClusterWatch()
+            self._folder = RunFolder()
+            self._keepers = [Keepers()]
+            self._stewards = Stewards(sorted({node.build.__module__ for node in graph.nodes}), self._kill)
+            self._setups = {}
+            self._carrying = self._asked = False
+            atexit.register(self.close)  # before Ray's own handler
         try:
+            held.deliver()
             if address is not None and wanted:
                 self._ask_for(wanted, sum(node.kind not in anywhere for node in graph.nodes))
             nodes = self._cluster.sites()

@@ -90,11 +90,12 @@ class ClusterWatch:
     def _keep_looking(self) -> None:
         while not self._over:
             self._wanted.clear()
-            self._since = time.monotonic()
+            self._since = time.monotonic() if self._since is None else self._since
             try:
                 self._sites, self._draining = ray_cluster.sites(self._here), ray_cluster.draining()
             except Exception:  # Ray was left, or a node of it has just gone: there is another look
                 time.sleep(0.1)
+                continue
             with self._news:
                 self._looks, self._since = self._looks + 1, None
                 self._news.notify_all()

@@ -14,6 +14,7 @@ from typing import Any
 from qfleet.core.errors import ConfigError, QfleetError, came_of_interrupt
 from qfleet.core.failpoints import failpoint
 from qfleet.runtime.epochs import Epoch
+from qfleet.runtime.held_back import held_back
 from qfleet.runtime.ownership import INTERRUPTED, Ownership, interrupt_main_thread, look, refusal
 
 MEETING = ".rendezvous-"
@@ -51,6 +52,10 @@ class RunDir:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"run directory {path} cannot be made: {error.strerror}") from error
+        if not held and (inside := _runs_in(path)):
+            raise ConfigError(
+                f"{path} is a folder of runs, {inside} among them: choose another --run-dir, such as {path / 'new'}"
+            )
         if held:
             if (sight := look(path)).alive:
                 raise refusal(path, sight)
@@ -68,12 +73,18 @@ class RunDir:
         return run
 
     def __enter__(self) -> RunDir:
-        self._ownership = Ownership.acquire(self.path, self._asked, lambda wish: self.wished(wish))
+        with held_back() as held:
+            self._ownership = Ownership.acquire(self.path, self._asked, lambda wish: self.wished(wish))
+            try:
+                self._epoch = Epoch.begin(self.checkpoints)
+            except OSError as error:
+                self._ownership.release()
+                raise ConfigError(f"{self.checkpoints} cannot be written: {error.strerror}") from error
         try:
-            self._epoch = Epoch.begin(self.checkpoints)
-        except OSError as error:
-            self._ownership.release()
-            raise ConfigError(f"{self.checkpoints} cannot be written: {error.strerror}") from error
+            held.deliver()
+        except BaseException as error:
+            self._ownership.release(ending(error))
+            raise
         if threading.current_thread() is threading.main_thread():
             self.end = interrupt_main_thread  # last: what cut in before would leave the directory without a word
         return self
@@ -85,6 +96,11 @@ class RunDir:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        with held_back() as held:
+            self._leave(error)
+        held.deliver()
+
+    def _leave(self, error: BaseException | None) -> None:
         for place in self.epoch.folder.glob(f"{MEETING}*"):
             place.unlink(missing_ok=True)  # ranks that were killed left it
         refused = not self.begun and getattr(error, "exit_code", 0) == ConfigError.exit_code
@@ -115,6 +131,11 @@ class RunDir:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json."""
         self.write(self.summary, json.dumps(summary, indent=1) + "\n")
+
+
+def _runs_in(folder: Path) -> str:
+    """Return the name of a run that lies in a folder, or an empty string."""
+    return next((found.parent.name for found in folder.glob("*/config.yaml")), "")
 
 
 def ending(error: BaseException | None) -> str:

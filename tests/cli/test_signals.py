@@ -75,6 +75,21 @@ def test_a_signal_ends_a_run_soon_and_cleanly(
         run.clean_up()
 
 
+@pytest.mark.parametrize("policy", [None, "ACTIVE"])
+def test_threads_of_roles_do_not_spin_for_long_unless_they_are_told_to(policy: str | None, tmp_path: Path) -> None:
+    """Two runs with two threads each on two cores made 2 updates a second, where one makes 60."""
+    run = Started(tmp_path / "run", PROCESSES, more={"OMP_WAIT_POLICY": policy} if policy else {})
+    try:
+        run.wait_for(training)
+        (learner,) = [process for process in run.family.values() if lives(process) and process.name() == "learner-0"]
+        given = learner.environ()
+        assert (given.get("OMP_WAIT_POLICY"), given.get("GOMP_SPINCOUNT")) == (policy, None if policy else "1000")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 130, run.errors()
+    finally:
+        run.clean_up()
+
+
 def test_sigterm_ends_a_run_on_ray_cleanly(tmp_path: Path) -> None:
     """Ray has a handler of its own, by which the run failed and saved nothing."""
     pytest.importorskip("ray")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from qfleet.cli.errors import INTERRUPTED, WATCH, report
 from qfleet.core.errors import ConfigError, did_you_mean
-from qfleet.core.spinning import wait_politely
+from qfleet.core.spinning import brief_spinning
 from qfleet.runtime.held_back import ENDINGS
 from qfleet.version import __version__
 
@@ -40,10 +40,10 @@ def command() -> int:
     being executed, as dataclasses and numba have them, is remembered although it was handled, and the interpreter would
     end `python -m qfleet` by SIGINT; the next string makes it forget.
     """
-    wait_politely()
     heard = [number for number in ENDINGS if signal.getsignal(number) not in (None, signal.SIG_IGN)]
     before = {number: signal.signal(number, lambda *_: None) for number in heard}  # whoever works heeds them
-    code = main()
+    with brief_spinning():
+        code = main()
     for number, handler in before.items():
         signal.signal(number, signal.SIG_IGN if code == INTERRUPTED else handler)
     exec("")

@@ -26,7 +26,7 @@ from typing import Any
 
 from qfleet.core.errors import QfleetError
 from qfleet.core.protocols import Report
-from qfleet.core.spinning import wait_politely
+from qfleet.core.spinning import brief_spinning
 from qfleet.runtime import forkserver_folder
 from qfleet.runtime.answers import Answer, Command, last_words
 from qfleet.runtime.exhaustion import NO_PROCESSES, exhausted
@@ -252,13 +252,12 @@ def preload(modules: Collection[str]) -> None:
 
 def _ensure_forkserver() -> None:
     """Start the forkserver, or another one where it has died."""
-    wait_politely()
     resource_tracker.ensure_running()  # beforehand, since it unblocks the signals
     if multiprocessing.parent_process() is None:  # else it may be the parent's folder, who has more use for it
         os.environ[forkserver_folder.NAMED_BY] = f"{os.getpid()}:{get_temp_dir()}"
     heeded = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)  # a new process begins with what is blocked here
     try:
-        with main_module_hidden():
+        with main_module_hidden(), brief_spinning():
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, heeded)

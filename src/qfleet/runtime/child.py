@@ -21,7 +21,8 @@ from qfleet.core.protocols import Report
 from qfleet.core.waiting import Waiter
 from qfleet.runtime.answers import Answer, failed
 from qfleet.runtime.channels import Ports
-from qfleet.runtime.children import ENDINGS, Birth
+from qfleet.runtime.children import Birth
+from qfleet.runtime.held_back import ENDINGS
 from qfleet.runtime.worker import Worker, be_nice, name_process, note_last_words, set_threads
 
 _HEARTBEAT_S = 0.5

@@ -30,11 +30,10 @@ from qfleet.core.spinning import brief_spinning
 from qfleet.runtime import forkserver_folder
 from qfleet.runtime.answers import Answer, Command, last_words
 from qfleet.runtime.exhaustion import NO_PROCESSES, exhausted
+from qfleet.runtime.held_back import ENDINGS
 
 _FILES = 16
 """How many files may be opened on the way to begin a child; it takes about half of that."""
-ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask a run to end."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a run to end."""
 
 
 class HeldBack:

@@ -1,9 +1,10 @@
 """How busy all cores are while a run samples as fast as it can, its learner having little to do; prints a table.
 
-    python benchmarks/cores_busy.py [PRESET] [--seconds 20] [--turns 3] [--ways ACTORS:GROUPS:SIDE ...]
+    python benchmarks/cores_busy.py [PRESET] [--seconds 20] [--turns 3] [--ways ACTORS:GROUPS:SIDE[:THREADS] ...]
 
-The first row is the run as it is planned; `--ways` adds other numbers of actors, groups of environments, and who
-computes for the actors (local, cpu, cuda), all else as planned, each with what the planner's model says of it.
+The first row is the run as it is planned; `--ways` adds other numbers of actors, groups of environments, who computes
+for the actors (local, cpu, cuda), and threads that step an actor's games, all else as planned, each with what the
+planner's model says of it.
 Whatever else the machine does counts as busy, so that this is for a quiet one; its share before the run is shown.
 """
 
@@ -16,9 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 import qfleet
+from qfleet.control.cores import Cores
 from qfleet.control.plan import Plan
 from qfleet.control.prediction import Arrangement, predict
 from qfleet.experiment import with_changes
@@ -37,7 +37,8 @@ class Look:
 
     def __init__(self, seconds: float, turns: int) -> None:
         self._seconds, self._turns = seconds, turns
-        self._began: tuple[float, Any, float] | None = None
+        self._cores = Cores()
+        self._began: tuple[float, float] | None = None
         self.shares: list[float] = []
         self.rates: list[float] = []
 
@@ -46,24 +47,17 @@ class Look:
         now, steps = time.monotonic(), float(metrics["env_steps"])
         if self._began is None:
             if steps > WARM_UP:
-                self._began = now, psutil.cpu_times(), steps
+                self._cores.busy()
+                self._began = now, steps
             return
-        then, before, had = self._began
+        then, had = self._began
         if now - then < self._seconds:
             return
-        self.shares.append(busy(before, psutil.cpu_times()))
+        self.shares.append(self._cores.busy() or 0.0)
         self.rates.append((steps - had) / (now - then))
-        self._began = now, psutil.cpu_times(), steps
+        self._began = now, steps
         if len(self.shares) == self._turns:
             stop()
-
-
-def busy(before: Any, after: Any) -> float:
-    """Return the share of the cores' time between two looks in which they did not idle."""
-    spent = [new - old for new, old in zip(after, before, strict=True)]
-    idle = sum(share for name, share in zip(before._fields, spent, strict=True) if name in ("idle", "iowait"))
-    counted = sum(share for name, share in zip(before._fields, spent, strict=True) if not name.startswith("guest"))
-    return 1.0 - idle / counted
 
 
 def planned_way(plan: Plan) -> str:
@@ -76,15 +70,16 @@ def planned_way(plan: Plan) -> str:
 
 def arranged(plan: Plan, way: str) -> dict[str, Any]:
     """Return a plan's settings with another arrangement, which nobody changes while it runs."""
-    actors, groups, side = way.split(":")
+    actors, groups, side, *threads = way.split(":")
     kept = {name: value for name, value in plan.settings.items() if not name.startswith("inference.")}
     kind = {"inference.kind": "local"} if side == "local" else {"inference.kind": "served", "inference.device": side}
-    return {**kept, **kind, "actors": int(actors), "actor.groups": int(groups), "spare_actors": 0}
+    stepping = {"env.threads": int(threads[0])} if threads else {}
+    return {**kept, **kind, **stepping, "actors": int(actors), "actor.groups": int(groups), "spare_actors": 0}
 
 
 def predicted(name: str, plan: Plan, way: str) -> float:
     """Return the environment steps a second that the planner's model expects of an arrangement."""
-    actors, groups, side = way.split(":")
+    actors, groups, side, *_ = way.split(":")
     chosen, measured = plan.settings, plan.measurements
     assert measured is not None
     assert plan.resources is not None
@@ -102,11 +97,11 @@ def main() -> None:
     parser.add_argument("preset", nargs="?", default="atari:pong")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--ways", nargs="*", default=[], metavar="ACTORS:GROUPS:SIDE")
+    parser.add_argument("--ways", nargs="*", default=[], metavar="ACTORS:GROUPS:SIDE[:THREADS]")
     options = parser.parse_args()
-    before = psutil.cpu_times()
+    cores = Cores()
     time.sleep(3.0)
-    print(f"before: {busy(before, psutil.cpu_times()):.0%} busy\n")
+    print(f"before: {cores.busy() or 0.0:.0%} busy\n")
     plan = qfleet.plan(options.preset, placement="processes", **RARELY, **UNDISTURBED)
     print("| actors:groups:inference | environments each | cores busy | predicted steps/s | steps/s | bottleneck |")
     print("|---" * 6 + "|")

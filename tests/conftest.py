@@ -6,6 +6,7 @@ import atexit
 import multiprocessing.forkserver
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -27,6 +28,9 @@ atexit.register(shutil.rmtree, _shared, ignore_errors=True)
 # What a developer's own `qfleet probe` found must not change the tests.
 os.environ["QFLEET_CACHE"] = tempfile.mkdtemp()
 
+# Background jobs of a shell ignore SIGINT, and what `nohup` starts ignores SIGHUP: so would the runs that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 WHOLE_RUNS = ("qfleet.program", *(f"torch.distributed.{part}" for part in ("pipelining", "fsdp", "tensor.parallel")))
 

@@ -43,6 +43,19 @@ class CheckpointConfig(Config):
     counts as saved only when it is there, too. `qfleet resume ADDRESS` goes on from it on any machine."""
 
 
+class SurvivalConfig(Config):
+    """What a role may do before it is taken for dead, and how often it may die (placements 'processes' and 'ray')."""
+
+    stall_s: float = Field(60.0, gt=0)
+    """Seconds that one step of a role may take: one that takes longer hangs, and is begun anew. A step of an actor is
+    `actor.unroll` steps of all its environments. Being built, compiling, evaluating, saving, and waiting for
+    environments in processes of their own (env.step_timeout is their limit) may take ten times that, ten minutes at
+    least."""
+    restarts: int = Field(5, ge=0)
+    """How many deaths of a role are survived in a row that each come within ten seconds of work; the next life begins
+    later each time. Deaths after more work are survived however many there are."""
+
+
 class TrackConfig(Config):
     """Where metrics go besides the run's own files."""
 
@@ -130,6 +143,8 @@ class Experiment(Config):
     """When and how the agent is judged."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When the run is saved."""
+    survival: SurvivalConfig = SurvivalConfig()
+    """When a role is taken for dead, and how often it may die."""
     track: TrackConfig = TrackConfig()
     """Where metrics go."""
     warm_start: str | None = None

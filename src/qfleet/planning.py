@@ -12,23 +12,28 @@ from qfleet.ability import require_able
 from qfleet.algo.agent import ReplayAgent
 from qfleet.control import resources
 from qfleet.control.feeding import FeedCost, feed_cost
-from qfleet.control.machine import key_of, measure
+from qfleet.control.machine import arranged, key_of, measure
 from qfleet.control.measurements import KNOWN, Measurements
 from qfleet.control.pieces import stored_bytes
 from qfleet.control.plan import Plan, PlannedRole
 from qfleet.control.planner import make_plan
 from qfleet.control.resources import Resources
-from qfleet.control.rig import Rig
+from qfleet.control.rig import Build, Rig
+from qfleet.control.waking import LIGHT, wake_seconds
 from qfleet.core.errors import ConfigError
+from qfleet.core.shared_memory import shared_memory_root
 from qfleet.core.spec import EnvSpec
 from qfleet.core.usercode import UserCode
 from qfleet.core.versions import versions
+from qfleet.crowding import require_processes_fit
 from qfleet.envs import env_spec
 from qfleet.experiment import Experiment, flattened, with_changes
 from qfleet.parallel.plan import ParallelConfig
 from qfleet.program import build_program, place
 from qfleet.runtime.graph import open_handles
+from qfleet.runtime.memory import remove_leftovers
 from qfleet.setups import learner_device, learner_setup, mirrored
+from qfleet.sharing import lack_of_shared_memory
 
 Say = Callable[[str], object]
 STORAGE = "replay.storage.kind"
@@ -47,17 +52,29 @@ def plan_run(experiment: Experiment, code: UserCode, fixed: Collection[str], say
     if experiment.placement == "ray":
         raise ConfigError("plans are for one machine: placement 'ray' needs --actors N")
     require_able(experiment, spec, code)
-    found = resources.look()
+    require_processes_fit(experiment)
+    found = _look()
     stored = _stored(experiment, spec, found, fixed)
     values = dict(flattened(experiment.model_dump(mode="json")))
     given = {name: values[name] for name in sorted(fixed) if name in values}
     made: Plan = make_plan(stored, _measured(stored, spec, code, found, say, fresh), found, fixed).replace(given=given)
-    if stored is experiment or made.placement == "inline":
+    if made.placement == "inline":
+        return made
+    decided = with_changes(stored, {"placement": made.placement, **made.settings})
+    if problem := lack_of_shared_memory(decided, spec, code, found.shared_memory):
+        made = made.replace(problems=(*made.problems, problem))
+    if stored is experiment:
         return made
     kind = stored.replay.storage.kind
     reason = f"{kind} in place of {experiment.replay.storage.kind}: there is room, and the GPU can have a copy of it"
     planned: Plan = made.replace(settings={**made.settings, STORAGE: kind}, reasons={**made.reasons, STORAGE: reason})
     return planned
+
+
+def _look() -> Resources:
+    """Return what this machine has now, without what dead runs have left."""
+    remove_leftovers(shared_memory_root())
+    return resources.look()
 
 
 def _stored(experiment: Experiment, spec: EnvSpec, found: Resources, fixed: Collection[str]) -> Experiment:
@@ -97,7 +114,7 @@ def apply_plan(experiment: Experiment, plan: Plan, fixed: Collection[str] = ()) 
 def measured_costs(experiment: Experiment, code: UserCode, say: Say, fresh: bool = False) -> Measurements:
     """Return what the pieces of a run cost on this machine, measured or remembered."""
     spec = env_spec(experiment.env, code.env)
-    return _measured(experiment, spec, code, resources.look(), say, fresh)
+    return _measured(experiment, spec, code, _look(), say, fresh)
 
 
 def _measured(
@@ -109,11 +126,20 @@ def _measured(
         return known
     with tempfile.TemporaryDirectory(prefix="qfleet-plan-") as directory:
         rig = partial(_rig, spec=spec, code=code, directory=Path(directory))
-        measured = measure(experiment, spec, code, found, rig, say, _feed(experiment, spec, code))
+        if experiment.placement == "processes":
+            _try_children(experiment, rig)
+        say("timing messages")
+        wake = _wake(Path(directory))
+        measured = measure(experiment, spec, code, found, rig, wake, say, _feed(experiment, spec, code))
     if measured.quiet:
         with contextlib.suppress(OSError):  # a cache that cannot be written only costs the next plan its time
             KNOWN.store(key, measured)
     return measured
+
+
+def _try_children(experiment: Experiment, build: Build) -> None:
+    """Begin the roles of a run once, to refuse before anything is measured what they cannot be sent, or make."""
+    build(arranged(experiment, placement="processes", **{"actor.envs": 1})).placement.close()
 
 
 def _feed(experiment: Experiment, spec: EnvSpec, code: UserCode) -> Callable[[int], FeedCost] | None:
@@ -131,6 +157,12 @@ def _feed(experiment: Experiment, spec: EnvSpec, code: UserCode) -> Callable[[in
         return feed_cost(learner_setup(placed, spec, code, None), placed.replay, mirrored(placed, spec))
 
     return timed
+
+
+def _wake(directory: Path) -> float:
+    """Return what a message costs each of its ends besides its content."""
+    spec = env_spec(LIGHT.env)
+    return wake_seconds(partial(_rig, spec=spec, code=UserCode(), directory=directory), spec)
 
 
 def _rig(experiment: Experiment, spec: EnvSpec, code: UserCode, directory: Path) -> Rig:

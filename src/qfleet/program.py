@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from qfleet.algo.agent import ReplayAgent
+from qfleet.control.resources import usable_cores
 from qfleet.core.packed import PackedWeights
 from qfleet.core.protocols import Counter, Placement, Publisher, Receiver, Sender, Subscriber
 from qfleet.core.spec import EnvSpec
@@ -31,6 +32,7 @@ from qfleet.core.types import (
     Standing,
 )
 from qfleet.core.usercode import UserCode
+from qfleet.crowding import tell_crowd
 from qfleet.envs import env_spec
 from qfleet.experiment import Experiment
 from qfleet.roles.actor import Actor, ActorHandles
@@ -60,6 +62,8 @@ from qfleet.setups import (
 
 PREFETCH = 3
 """Messages on their way between roles that step side by side."""
+ASKED = 2
+"""Requests on their way to an inference server for each part of an actor's environments, and as many replies."""
 SPAWNED: tuple[str, ...] = ()
 """Kinds of roles whose process is started afresh instead of forked from the preloaded server."""
 
@@ -236,11 +240,11 @@ def _add_inference(graph: Graph, experiment: Experiment, spec: EnvSpec, code: Us
     """Add the inference servers, among which the actors are dealt out; returns each actor's ends."""
     lines = range(experiment.actor.groups)
     asked = [
-        [graph.stream(f"requests-{a}-{line}", capacity=2, views=True, asking=True) for line in lines]
+        [graph.stream(f"requests-{a}-{line}", capacity=ASKED, views=True, asking=True) for line in lines]
         for a in range(experiment.seats)
     ]
     told = [
-        [graph.stream(f"replies-{a}-{line}", capacity=2, asking=True) for line in lines]
+        [graph.stream(f"replies-{a}-{line}", capacity=ASKED, asking=True) for line in lines]
         for a in range(experiment.seats)
     ]
     for server in range(servers):
@@ -421,12 +425,15 @@ def place(
         groups=(Learner.kind, Fused.kind) if outlived(experiment) else (Learner.kind,),
         dwindling=(Learner.kind,) if experiment.parallel.after_death == "fewer" else (),
         brief=(Actor.kind, Evaluator.kind),
+        restarts=experiment.survival.restarts,
+        stall=experiment.survival.stall_s,
         lockstep=experiment.lockstep,
     )
     behind = (Actor.kind,)  # they take what cores there are; all others wait for each other
     shared = {ReplayShard.kind: shards or experiment.replay.shards}
     spawned = _spawned(experiment)
     if experiment.placement == "processes":
+        tell_crowd(experiment, usable_cores())
         from qfleet.runtime.processes import ProcessPlacement
 
         return ProcessPlacement(
@@ -450,6 +457,7 @@ def place(
         needs=experiment.actor_resources,
         across=(Learner.kind,) if experiment.parallel.across_nodes else (),
         wanted=experiment.seats if experiment.elastic.automatic == "on" else experiment.actors,
+        tell_cpus=partial(tell_crowd, experiment),
         **revival,
     )
 

@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -23,13 +23,14 @@ from qfleet.control.plan import Plan
 from qfleet.control.summary import summarise
 from qfleet.core import failpoints
 from qfleet.core.announcing import heard_by
-from qfleet.core.errors import CheckpointError, ConfigError, RoleFailure
+from qfleet.core.errors import CheckpointError, ConfigError, EnvironmentFault, QfleetError, RoleFailure
 from qfleet.core.failpoints import failpoint
 from qfleet.core.protocols import Incident, Placement
 from qfleet.core.saving import Saving
 from qfleet.core.spec import EnvSpec
 from qfleet.core.types import Array, Weights
 from qfleet.core.usercode import UserCode
+from qfleet.crowding import require_processes_fit
 from qfleet.envs import make_env
 from qfleet.experiment import Experiment
 from qfleet.interrupts import Interrupts
@@ -49,8 +50,6 @@ from qfleet.runtime.rundir import RunDir, ending
 from qfleet.setups import learner_device
 from qfleet.sharing import crossing_bytes, require_shared_memory
 
-_FALLS = 5
-"""How often in a row a run goes back to its last checkpoint because of quick deaths."""
 _QUICK_S = 60.0
 """A death is quick that comes sooner than this after the run began or went back."""
 
@@ -111,15 +110,18 @@ class Session:
 
     def _persist(self, restore: checkpoint.Found | None, whole: ExitStack) -> dict[str, Any]:
         """Train to the end, also over deaths after which all must go back to a checkpoint."""
-        restarts = Restarts(_FALLS, _QUICK_S)
+        restarts = Restarts(self.experiment.survival.restarts, _QUICK_S)
         while True:
             began = time.monotonic()
             try:
                 return self._carry_out(restore, whole)
             except RoleFailure as failure:
                 delay = restarts.delay(failure.role, time.monotonic() - began)
-                if self._fallen is None or delay is None or self._interrupts.count:
+                if self._fallen is None or self._interrupts.count:
                     raise
+                if delay is None:
+                    cause = f"{failure.cause}; {restarts.too_many(failure.role)}"
+                    raise RoleFailure(failure.role, failure.index, cause, died=True) from failure
                 self._interrupts.heed()
                 time.sleep(delay)
                 restore = self._last_checkpoint()
@@ -154,6 +156,7 @@ class Session:
         spec, grade = self._look_at_environment()
         plan = Plan.from_yaml(self.run.plan) if self.run.plan.is_file() else None
         require_able(self.experiment, spec, self.code)
+        require_processes_fit(self.experiment)
         require_shared_memory(self.experiment, spec, self.code)
         program = build_program(self.experiment, spec, self.code, self.run.epoch.folder)
         if restore is not None and moved:
@@ -181,7 +184,8 @@ class Session:
             grade = self._announce_start(monitor, grade, restore)
             self._announce_fall(monitor, restore)
             if plan is not None:
-                monitor.announce({"event": "planned", "text": plan.line()})
+                why = {"inference": plan.reasons["inference"]} if "inference" in plan.reasons else {}
+                monitor.announce({"event": "planned", "text": plan.line(), **why})
             self._commit()
             self.run.begun = True
             if monitor.growing is not None:
@@ -246,9 +250,10 @@ class Session:
             self._fallen = None
 
     def _tell(self, text: str) -> None:
-        """Show what is being done before the run begins."""
-        for sink in self.sinks:
-            sink.event({"event": "preparing", "text": text})
+        """Show what is being done, or to be known, before the run begins."""
+        for sink in self._opened:
+            with suppress(QfleetError):  # a full disk, of which the monitor will tell
+                sink.event({"event": "preparing", "time": time.time(), "wall_s": 0.0, "text": text})
 
     def _look_at_environment(self) -> tuple[EnvSpec, str]:
         """Return what an agent has to know of the environment, and how exactly the run can be resumed."""
@@ -356,10 +361,21 @@ class Session:
         if self._interrupts.count or not (self.run.model / "model.json").is_file():
             return None
         network = load_model(self.run.model, self.code.network).network
+        return self._interrupts.at_once(lambda: self._tested(network))
+
+    def _tested(self, network: QNetwork) -> Array:
+        """Return a network's scores on the test seeds; an environment's fault is survived where it is in training."""
         experiment, episodes = self.experiment, self.experiment.evaluation.test_episodes
-        return self._interrupts.at_once(
-            lambda: play_episodes(experiment, self.code, network, episodes, experiment.seed, "test")
-        )
+        restarts = 0 if experiment.placement == "inline" else experiment.survival.restarts
+        while True:
+            try:
+                return play_episodes(experiment, self.code, network, episodes, experiment.seed, "test")
+            except EnvironmentFault as fault:
+                if not restarts or self._monitor is None:
+                    raise
+                restarts -= 1
+                notice = {"event": "notice", "role": "test", "index": 0, "kind": "environment"}
+                self._monitor.announce({**notice, "text": f"{fault} The final test begins anew"})
 
 
 def play_episodes(

@@ -29,6 +29,9 @@ from qfleet.roles.serving_setup import ServingSetup
 
 MIRROR_LAG = 16
 """Batches, with what is stored between two of them, after which a row may be replaced at the earliest."""
+EVALUATING_S = 1.0
+"""A step of an evaluation beside others begins no further tick after this: where ticks take long, a watchdog sees that
+it goes on, and a pause need not wait."""
 LOOK_AGAIN_S = 0.01
 """How long one of several replay shards waits before it looks what the others have made due."""
 
@@ -266,6 +269,7 @@ def evaluator_setup(experiment: Experiment, spec: EnvSpec, code: UserCode) -> Ev
         seed=experiment.seed,
         code=code,
         device=_evaluation_device(experiment, spec),
+        longest_step_s=None if experiment.in_turns else EVALUATING_S,
     )
 
 

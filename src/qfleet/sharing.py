@@ -5,12 +5,14 @@ from __future__ import annotations
 from qfleet.algo.agent import ReplayAgent, RolloutAgent
 from qfleet.algo.networks import build_network
 from qfleet.core.errors import ConfigError
+from qfleet.core.shared_memory import REMEDY, TOO_SMALL, shared_memory_root
 from qfleet.core.spec import EnvSpec
 from qfleet.core.usercode import UserCode
 from qfleet.experiment import Experiment
-from qfleet.program import prefetch
+from qfleet.program import ASKED, prefetch
 from qfleet.replay.store import row_bytes
-from qfleet.runtime.memory import ELSEWHERE, free_bytes, shared_memory_root
+from qfleet.roles.inference_server import ServedInference
+from qfleet.runtime.memory import free_bytes
 from qfleet.setups import shard_setup
 
 _SLOT = 1.25
@@ -20,24 +22,30 @@ _NETWORK_COPIES = 16
 the evaluator's, two of the newest weights, one on its way to be evaluated, and a few that were found best."""
 
 
-def require_shared_memory(experiment: Experiment, spec: EnvSpec, code: UserCode, free: int | None = None) -> None:
-    """Raise ConfigError when what the roles share takes more than `free` bytes; by default what there is now."""
+def require_shared_memory(experiment: Experiment, spec: EnvSpec, code: UserCode) -> None:
+    """Raise ConfigError when what the roles share takes more than is free now."""
     if experiment.placement == "inline" or experiment.fused:
         return
-    needed, free = shared_bytes(experiment, spec, code), free_bytes() if free is None else free
+    if problem := lack_of_shared_memory(experiment, spec, code, free_bytes()):
+        raise ConfigError(problem)
+
+
+def lack_of_shared_memory(experiment: Experiment, spec: EnvSpec, code: UserCode, free: int) -> str:
+    """Return that `free` bytes are too little for what the roles share, and what to do; empty where they suffice."""
+    needed = shared_bytes(experiment, spec, code)
     total, largest = sum(needed.values()), max(needed, key=needed.__getitem__)
     if total <= free:
-        return
+        return ""
     terms = " + ".join(f"{name} {size / 1e6:,.1f}" for name, size in needed.items())
-    raise ConfigError(
-        f"shared memory is too small: this run takes about {total / 1e6:,.1f} MB ({terms}), but {free / 1e6:,.1f} MB "
-        f"are free in {shared_memory_root()}; make it larger (docker run --shm-size=...), name another folder by "
-        f"{ELSEWHERE}, lower {largest}, or run with --placement inline"
+    return (
+        f"{TOO_SMALL}: this run takes about {total / 1e6:,.1f} MB ({terms}), but {free / 1e6:,.1f} MB are free in"
+        f" {shared_memory_root()}; {REMEDY}, lower {largest}, or run with --placement inline"
     )
 
 
 def crossing_bytes(experiment: Experiment, spec: EnvSpec, code: UserCode) -> float:
-    """Return about how many bytes may be on their way between machines at once: experience, and the newest weights.
+    """Return about how many bytes may be on their way between machines at once: experience, requests for inference and
+    their replies, and the newest weights.
 
     Where learner ranks are on other nodes, batches too.
     """
@@ -68,6 +76,17 @@ def shared_bytes(experiment: Experiment, spec: EnvSpec, code: UserCode) -> dict[
     return {
         "replay.capacity": experiment.replay.capacity * row,
         "learner.batch_size": batches * steps * stacks,
-        "actor.envs": rows * experiment.actor.unroll * frames,
+        "actor.envs": rows * experiment.actor.unroll * frames + _asking_bytes(experiment, agent, spec, stacks),
         **needed,
     }
+
+
+def _asking_bytes(experiment: Experiment, agent: ReplayAgent, spec: EnvSpec, stacks: float) -> float:
+    """Return what requests to inference servers and their replies take: observations, memory there and back, values."""
+    if not isinstance(experiment.inference, ServedInference):
+        return 0.0
+    memory = 0 if agent.memory is None else 4 * (2 * agent.memory.hidden + 1)
+    # Environments that come back as they are ready may all be in one part, and every part has its own streams.
+    whole = experiment.actor.groups if getattr(experiment.env, "vectorisation", "sync") == "async" else 1
+    rows = experiment.seats * experiment.actor.envs * whole * ASKED * _SLOT
+    return rows * (stacks + memory + 4 * spec.actions + memory)

@@ -25,7 +25,7 @@ from qfleet.accel.transfers import CudaLink
 from qfleet.algo.agent import HardTargetConfig, ReplayAgent
 from qfleet.algo.networks import build_network
 from qfleet.algo.optim import AdamConfig
-from qfleet.algo.schedules import LinearRateConfig
+from qfleet.algo.schedules import ConstantRateConfig, LinearRateConfig, PlateauRateConfig
 from qfleet.algo.torsos import MlpConfig, NatureConfig
 from qfleet.algo.updates import ReplayUpdate, build_update
 from qfleet.core.spec import PLAIN, EnvSpec, LeafSpec
@@ -49,6 +49,30 @@ def device_update(device: torch.device) -> ReplayUpdate:
     update = build_update(AGENT, network, OPTIM, generator, 100, stepper=DeviceStep)
     assert isinstance(update, ReplayUpdate)
     return update
+
+
+@pytest.mark.parametrize(
+    ("optim", "waits"),
+    [
+        (AdamConfig(lr=1e-2), False),
+        (AdamConfig(lr=1e-2, schedule=PlateauRateConfig()), False),
+        (AdamConfig(lr=1e-2, schedule=ConstantRateConfig(warmup=5)), True),
+        (OPTIM, True),
+    ],
+    ids=["constant", "plateau", "warm-up", "linear"],
+)
+def test_only_a_rate_that_changes_with_the_updates_waits_for_the_device(
+    optim: AdamConfig, waits: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU stood still at every second batch for a number that nobody needed."""
+    network = build_network(MlpConfig(hidden=(8,)), AGENT, VECTORS, seed=0).to(device)
+    update = build_update(AGENT, network, optim, torch.Generator(device), 100, stepper=DeviceStep)
+    asked: list[int] = []
+    monkeypatch.setattr(DeviceStep, "count", property(lambda step: asked.append(1) or 0))
+    update.prepare()
+    assert bool(asked) == waits
+    if not waits:
+        assert update.learning_rate == optim.lr
 
 
 def make_batches(spec: EnvSpec, size: int, count: int, spoilt: tuple[int, ...] = ()) -> list[Batch]:

@@ -76,6 +76,7 @@ READERS = {
     "observe/prometheus.py": "when a record was made",
     "runtime/ownership.py": "for people, and a guess at silence that watching makes sure of",
     "runtime/ray_cluster.py": "to say how long a node is still there",
+    "session.py": "the time of an event before there is a monitor, for people",
 }
 
 

@@ -149,6 +149,16 @@ def test_where_inference_is_and_why_stays_after_other_decisions() -> None:
     assert len(balancer_lines(board, width=60)) == 1
 
 
+def test_who_computes_for_the_actors_and_why_stays_until_it_is_moved() -> None:
+    board = full_board()
+    board.take_event({"event": "planned", "text": "2 actors", "inference": "local: 16 observations take 1.70 ms"})
+    for number in range(9):
+        board.take_event({"event": "notice", "text": f"number {number}"})
+    assert "inference: local: 16 observations take 1.70 ms" in text_of(board)
+    board.take_event(decided("move", "actors spend 62% of the time on their networks", "inference", inference="served"))
+    assert "16 observations" not in text_of(board)
+
+
 def test_what_the_balancer_did_takes_the_place_of_events_on_a_low_terminal() -> None:
     board = full_board()
     rows = len(text_of(board, height=17).splitlines())

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from commands import TINY, command
 
-from qfleet import api, planning
+from qfleet import api, planning, sharing
 from qfleet.cli.main import main
 from qfleet.control.measurements import LearnerCost, Measurements
 from qfleet.control.plan import Plan
@@ -168,6 +168,23 @@ def test_a_plan_that_does_not_fit_is_refused_and_nothing_is_left(
     assert f"there is no plan {tmp_path / 'none'}; `qfleet plan PRESET --save" in missing.err
     folder = command(capsys, "train", "mountaincar", "--plan", str(tmp_path), "--run-dir", str(tmp_path / "r"))
     assert "cannot be read as a plan" in folder.err
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_plan_that_shared_memory_is_too_small_for_says_what_the_run_would_say(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its text named neither `--shm-size` nor the variable that puts shared memory elsewhere."""
+    machine = planning.resources.look().replace(shared_memory=5_000_000)
+    monkeypatch.setattr(planning.resources, "look", lambda: machine)
+    monkeypatch.setattr(sharing, "free_bytes", lambda: 5_000_000)
+    settings = {"placement": "processes", "replay.capacity": 500_000}
+    with pytest.raises(ConfigError, match=r"shared memory is too small.*--shm-size.*QFLEET_SHARED_MEMORY") as plan:
+        api.train("mountaincar", run_dir=tmp_path / "plan", **settings)
+    arranged = api.plan("mountaincar", **settings).settings
+    with pytest.raises(ConfigError) as run:
+        api.train("mountaincar", run_dir=tmp_path / "run", **settings, **arranged)
+    assert str(plan.value) == str(run.value)
 
 
 @pytest.mark.usefixtures("measured")

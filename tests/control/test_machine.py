@@ -15,6 +15,7 @@ import pytest
 import torch
 from plan_cases import measurements
 
+from qfleet import planning
 from qfleet.control import kept, machine, pieces, resources, rig
 from qfleet.control import measurements as known
 from qfleet.control.measurements import Measurements, at
@@ -35,9 +36,9 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting processes takes seconds; say that eight steps and an update took them eight seconds."""
-    made = rig.Round(0.0, 0.0, 0.0, cpu=8.0, steps=8, updates=1)
-    monkeypatch.setattr(machine, "play_beside", lambda build, experiment, seconds: made)
+    """Starting processes takes seconds; say that a message costs nothing."""
+    monkeypatch.setattr(planning, "_wake", lambda directory: 0.0)
+    monkeypatch.setattr(planning, "_try_children", lambda experiment, build: None)
 
 
 def small(algo: str = "dqn", **changes: Any) -> Experiment:
@@ -81,20 +82,6 @@ def test_an_environment_of_known_cost_is_measured_as_such() -> None:
         assert seconds >= size * Waiting.seconds
 
 
-def test_what_messages_cost_is_measured_in_processes_of_their_own() -> None:
-    found = measured(small())
-    assert 0 <= found.wake < 0.1
-    assert 0 < found.cpu_share <= 1
-
-
-@pytest.mark.usefixtures("no_processes")
-def test_what_processes_take_more_is_shared_by_the_ends_of_all_messages() -> None:
-    run = small()
-    found = measured(run)
-    ends = 2 * 8 / run.actor.envs + 2
-    assert found.wake * ends == pytest.approx(8.0, rel=0.05), "but for playing and packing, which take microseconds"
-
-
 @pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize("algo", ["dqn", "rainbow", "pqn", "r2d2"])
 def test_every_kind_of_agent_is_measured(algo: str) -> None:
@@ -109,6 +96,15 @@ def test_every_kind_of_agent_is_measured(algo: str) -> None:
     if replaying:
         assert found.updates_per_step == 1 / run.learner.train_period
         assert found.batch_message > 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"elastic.max_actors": 4}, {"elastic.max_shards": 2, "actors": 2}, {"spare_actors": 2}], ids=str
+)
+def test_runs_that_may_grow_are_measured_as_others_are(changes: dict[str, Any]) -> None:
+    """What only processes can do was refused, since most is measured in one."""
+    for placement in ("inline", "processes"):
+        assert machine.arranged(small(**changes), placement=placement).all_actors == 1
 
 
 @pytest.mark.usefixtures("no_processes")

@@ -170,6 +170,22 @@ def test_a_gpu_server_pays_for_large_observations_and_not_for_small_ones() -> No
     assert "inference.kind" not in kept.settings
 
 
+def test_several_servers_that_were_asked_for_share_the_actors() -> None:
+    cuda = ((4, 500 * US), (64, 8000 * US), (256, 32000 * US))
+    measured = measurements(env=50 * US, act=8000 * US, learner=1 * US, act_cuda=cuda, copy_bytes_per_s=54e9)
+    run = {
+        servers: experiment(actors=3, **{"inference.kind": "served", "inference.servers": servers})
+        for servers in (1, 3)
+    }
+    fixed = {"placement", "inference.kind", "inference.servers"}
+    one, three = (planned(measured, 16, run[servers], gpu="a GPU", fixed=fixed) for servers in (1, 3))
+    assert (role(one, "inference").count, role(three, "inference").count) == (1, 3)
+    assert (three.env_steps_per_s or 0) > 1.5 * (one.env_steps_per_s or 0)
+    assert three.settings["inference.servers"] == 3
+    assert role(three, "inference").busy <= 1 + 1e-6
+    assert "of its " in three.reasons["inference"]
+
+
 def test_two_groups_are_taken_where_they_were_measured_to_pay() -> None:
     slow = measurements(env=500 * US, learner=10 * US)
     assert planned(slow, cores=1).settings["actor.groups"] == 1
@@ -189,15 +205,15 @@ def test_rollouts_wait_for_their_weights_so_actors_take_turns_with_the_learner()
 
 def test_a_replay_that_does_not_fit_is_a_problem_that_names_what_would() -> None:
     run = experiment(**{"replay.capacity": 1_000_000})
-    plan = planned(measurements(row_bytes=7096), 2, run, shared_memory=2 * GIB)
+    plan = planned(measurements(row_bytes=7096), 2, run, memory=2 * GIB)
     (problem,) = plan.problems
     assert "replay.capacity 1,000,000 takes 6.61 GiB" in problem
     fitting = int(problem.split("lower it to ")[1].split()[0].replace(",", ""))
     assert fitting * 7096 <= 2 * GIB < (fitting + 1000) * 7096
-    with pytest.raises(ConfigError, match="GiB of shared memory"):
+    with pytest.raises(ConfigError, match="GiB of memory"):
         apply_plan(run, plan)
     mapped = with_changes(run, {"replay.storage.kind": "mapped"})
-    assert planned(measurements(row_bytes=7096), 2, mapped, shared_memory=2 * GIB).problems == ()
+    assert planned(measurements(row_bytes=7096), 2, mapped, memory=2 * GIB).problems == ()
 
 
 def test_several_learners_are_kept_and_no_gain_is_promised() -> None:

@@ -18,6 +18,7 @@ SHORT = {
     "evaluation.test_episodes": 2,
     "track.every_s": 0.2,
 }
+SERVED = {"placement": "processes", "inference.kind": "served", "inference.device": "cpu"}
 Record = dict[str, Any]
 
 
@@ -31,6 +32,7 @@ Record = dict[str, Any]
         "maze tabular",
         "cartpole dqn",
         "cartpole pqn",
+        "mountaincar dqn served",
     ],
 )
 def run_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -39,8 +41,8 @@ def run_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     from qfleet.presets import preset
     from qfleet.presets.algorithms import apply
 
-    task, algorithm = request.param.split()
-    experiment = with_changes(apply(preset(task), algorithm), SHORT)
+    task, algorithm, *placed = request.param.split()
+    experiment = with_changes(apply(preset(task), algorithm), SHORT | (SERVED if placed else {}))
     directory = tmp_path_factory.mktemp("metrics") / algorithm
     api.train(experiment, run_dir=directory)
     api.resume(directory, env_steps=2500)
@@ -53,7 +55,7 @@ def records(path: Path) -> list[Record]:
 
 def common(key: str) -> str:
     """Return the documented form of a key: each role's figures are documented once, as ROLE.N.what."""
-    return re.sub(r"^(actor|replay|learner|evaluator|fused)\.\d+\.", "ROLE.N.", key)
+    return re.sub(r"^(actor|replay|learner|evaluator|fused|inference)\.\d+\.", "ROLE.N.", key)
 
 
 def compare(found: list[Record], documented: dict[str, str], what: str) -> None:

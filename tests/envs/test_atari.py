@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import closing
 
 import numpy as np
@@ -176,3 +178,13 @@ def test_an_exception_while_ale_py_makes_the_game_names_the_game(monkeypatch):
     monkeypatch.setattr(vector_env, "AtariVectorEnv", fail)
     with pytest.raises(ConfigError, match="atari:pong cannot be made: RuntimeError: no memory for the console"):
         make_env(PONG, 2)
+
+
+def test_closed_games_are_let_go_of():
+    """A process that ended with them in its hands printed a page of complaints."""
+    env = make_env(AtariConfig(game="pong"), 1)
+    games = weakref.ref(env._env)
+    env.close()
+    gc.collect()
+    assert games() is None
+    env.close()

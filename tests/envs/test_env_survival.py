@@ -324,6 +324,22 @@ def test_an_environment_that_cannot_be_made_in_a_child_is_one_error_before_train
     assert gone(descendants() - before)
 
 
+def test_a_constructor_that_hangs_is_one_error_that_says_how_long_was_waited_for_it(tmp_path, monkeypatch):
+    """It named the limit of a step, although constructors may take longer."""
+    plan(tmp_path, {})
+    monkeypatch.setattr(crew_module, "_START_S", 1.0)
+    home = os.getpid()
+
+    def factory() -> gymnasium.Env:
+        if os.getpid() != home:
+            time.sleep(60)
+        return Fragile(0, tmp_path)
+
+    config = GymConfig(id="mine", vectorisation="async", step_timeout=0.2)
+    with pytest.raises(ConfigError, match=r"cannot be made.*has not answered for 1 s \(env.step_timeout\)"):
+        make_env(config, 1, factory=factory)
+
+
 def test_a_constructor_that_crashes_in_a_child_is_one_error(tmp_path):
     plan(tmp_path, {})
     home = os.getpid()

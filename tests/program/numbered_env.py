@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 import time
@@ -63,12 +64,18 @@ class NumberedEnv(gym.Env):  # type: ignore[type-arg]
     observation_space = gym.spaces.Box(0, 255, (5,), np.uint8)
     action_space = gym.spaces.Discrete(3)
     _made = 0
+    _taken = itertools.count(1)
+    """The number of the next step of all environments of this process."""
 
-    def __init__(self, journal: str, hang_at: int = 0, slow: str = "") -> None:
+    def __init__(
+        self, journal: str, hang_at: int = 0, slow: str = "", raise_at: int = 0, raise_in: str = "actor-"
+    ) -> None:
         """Write steps into a file of the directory `journal` that is named after the process.
 
         With `hang_at` the first environment of each actor hangs in that step, counted from 1, in its first life. While
-        the file `slow` exists, steps take so long that a run does not come to its end on any machine.
+        the file `slow` exists, steps take so long that a run does not come to its end on any machine. Step
+        `raise_at`, counted from 1 over all environments of a process, raises an error in those whose name begins with
+        `raise_in`.
         """
         self._slow = slow
         self._seed, self._step, self._number = 0, 0, NumberedEnv._made
@@ -76,6 +83,7 @@ class NumberedEnv(gym.Env):  # type: ignore[type-arg]
         role = Path("/proc/self/comm").read_text().strip()  # roles name their process
         spared = self._number or not role.startswith("actor-") or any(Path(journal).glob(f"{role}.*"))
         self._hangs_in = 0 if spared else hang_at
+        self._raise_at = raise_at if role.startswith(raise_in) else 0
         path = Path(journal) / f"{role}.{os.getpid()}"
         self._journal = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
 
@@ -87,6 +95,8 @@ class NumberedEnv(gym.Env):  # type: ignore[type-arg]
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         place = Place(self._seed, self._step)
         os.write(self._journal, _STEP.pack(self._number, *place, int(action)))
+        if next(NumberedEnv._taken) == self._raise_at:
+            raise ZeroDivisionError("the robot fell over")
         self._hangs_in -= 1
         while self._hangs_in == 0:
             time.sleep(3600)

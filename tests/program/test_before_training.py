@@ -20,14 +20,17 @@ from program_cases import short
 
 import qfleet.api as api
 import qfleet.session
-from qfleet import planning, sharing
+from qfleet import crowding, planning, sharing
 from qfleet.ability import require_able
+from qfleet.control import resources
 from qfleet.control.monitor import Callbacks
+from qfleet.core.announcing import heard_by
 from qfleet.core.errors import ConfigError, QfleetError
+from qfleet.core.shared_memory import shared_memory_root
 from qfleet.core.usercode import UserCode
 from qfleet.envs.make import env_spec
-from qfleet.observe.sinks import read_jsonl
-from qfleet.runtime.memory import shared_memory_root
+from qfleet.experiment import Experiment, with_changes
+from qfleet.runtime.processes import ProcessPlacement
 
 
 def refused(tmp_path: Path, match: str, **arguments: Any) -> str:
@@ -89,23 +92,62 @@ def test_more_ranks_of_a_divided_network_than_gpus_are_refused_before_anything_s
         require_able(experiment, env_spec(experiment.env, None), UserCode())
 
 
-@pytest.mark.parametrize(
-    "algo", ["dqn", *(pytest.param(algo, marks=pytest.mark.slow) for algo in ("rainbow", "r2d2", "pqn"))]
-)
-def test_what_a_run_is_said_to_share_is_about_what_it_shares(algo: str, tmp_path: Path) -> None:
-    experiment = short(algo, placement="processes", actors=1, **{"replay.capacity": 20_000})
-    said = sum(sharing.shared_bytes(experiment, env_spec(experiment.env), UserCode()).values())
-    most = 0
+class Sharing:
+    """Looks, while a run trains, at how many bytes the files of its shared memory take at most."""
 
-    def on_step(metrics: Any, stop: Any) -> None:
-        nonlocal most
+    def __init__(self, *prefixes: str) -> None:
+        self._prefixes, self.most = prefixes or ("",), 0
+
+    def on_step(self, metrics: Any, stop: Any) -> None:
         folders = shared_memory_root().glob(f"qfleet-{os.getpid()}-*")
-        sizes = [path.stat().st_blocks * 512 for folder in folders for path in folder.iterdir()]
-        most = max(most, sum(sizes))
+        files = [path for folder in folders for path in folder.iterdir() if path.name.startswith(self._prefixes)]
+        self.most = max(self.most, sum(path.stat().st_blocks * 512 for path in files))
 
-    api.train(experiment, run_dir=tmp_path / "run", callbacks=Callbacks(on_step=on_step))
-    pages = 200 * 4096  # of many small files, which nobody counts
-    assert said / 2 < most < said + pages
+
+def said_bytes(experiment: Experiment) -> float:
+    return sum(sharing.shared_bytes(experiment, env_spec(experiment.env), UserCode()).values())
+
+
+PAGE = 4096
+SERVED = {"inference.kind": "served"}
+ADAPTIVE = {"inference.kind": "adaptive", "inference.begins": "served"}
+
+
+@pytest.mark.parametrize(
+    ("algo", "changes"),
+    [
+        ("dqn", {}),
+        ("dqn", SERVED),
+        *(pytest.param(algo, {}, marks=pytest.mark.slow) for algo in ("rainbow", "r2d2", "pqn")),
+        *(pytest.param("r2d2", changes, marks=pytest.mark.slow) for changes in (SERVED, ADAPTIVE)),
+    ],
+)
+def test_what_a_run_is_said_to_share_is_about_what_it_shares(
+    algo: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    experiment = short(algo, placement="processes", actors=1, **{"replay.capacity": 20_000, **changes})
+    said, seen = said_bytes(experiment), Sharing()
+    api.train(experiment, run_dir=tmp_path / "run", callbacks=Callbacks(on_step=seen.on_step))
+    assert said / 2 < seen.most < said + 200 * PAGE, "but for pages of many small files, which nobody counts"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ADAPTIVE,
+        *(pytest.param(changes, marks=pytest.mark.slow) for changes in (SERVED, {**SERVED, "actor.groups": 4})),
+        pytest.param({**SERVED, "actor.groups": 2, "env.vectorisation": "async"}, marks=pytest.mark.slow),
+    ],
+)
+def test_requests_for_inference_and_their_replies_are_counted(changes: dict[str, Any], tmp_path: Path) -> None:
+    """With many environments whose observations are frames they take more than experience does."""
+    wide = {"env.id": "wide_env:Wide-v0", "network.hidden": [16], "network.input.scale": [1 / 255], "actor.envs": 24}
+    experiment = short(placement="processes", actors=2, **{"replay.capacity": 2000, **wide, **changes})
+    said = said_bytes(experiment) - said_bytes(with_changes(experiment, {"inference.kind": "local"}))
+    seen = Sharing("requests-", "replies-")
+    api.train(experiment, run_dir=tmp_path / "run", callbacks=Callbacks(on_step=seen.on_step))
+    assert said > 2 * 24 * 4096 * 2
+    assert said / 2 < seen.most < said + 50 * PAGE
 
 
 def test_enough_shared_memory_is_no_matter_inline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +185,84 @@ def test_a_directory_that_a_living_run_uses_is_refused_and_that_of_a_dead_one_ta
     assert api.resume(run.dir, env_steps=400).summary["env_steps"] == 400
 
 
-def test_more_processes_than_the_cores_can_serve_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    run = api.train(short(env_steps=300, placement="processes", actors=2), run_dir=tmp_path / "run")
-    texts = [event["text"] for event in read_jsonl(run.dir / "events.jsonl") if event.get("kind") == "crowded"]
-    assert texts == ["5 processes share 1 cores: they will wait for each other; fewer actors may be faster"]
+class Told:
+    """A sink that keeps what is told."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def metrics(self, record: Any) -> None: ...
+
+    def event(self, record: Any) -> None:
+        self.events.append(dict(record))
+
+    def close(self) -> None: ...
+
+
+def test_more_processes_than_a_container_has_cores_for_are_told_before_any_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was an event of a run that trained already, and counted the cores of the whole machine."""
+
+    def begin(*_: Any, **__: Any) -> None:
+        raise ConfigError("begun")
+
+    (tmp_path / "cpu.max").write_text("50000 100000")
+    monkeypatch.setattr(resources, "_QUOTAS", ((tmp_path / "cpu.max", None),))
+    monkeypatch.setattr(ProcessPlacement, "__init__", begin)
+    told = Told()
+    with pytest.raises(ConfigError, match="begun"):
+        api.train(short(placement="processes", actors=2), run_dir=tmp_path / "run", sinks=[told])
+    (event,) = told.events
+    words = "5 processes share 0.5 cores: they will wait for each other; a lower --actors (now 2) may be faster"
+    assert (event["event"], event["text"]) == ("preparing", words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"actors": 2, "spare_actors": 7}, "--spare-actors (now 7)"),
+        ({"actors": 8, "replay.shards": 8, "learners": 9}, "--learners (now 9)"),
+        ({"actors": 6, "inference": {"kind": "served", "servers": 6}}, "--actors (now 6)"),
+        ({"learners": 3, "parallel.update": {"kind": "server", "servers": 7}}, "--parallel.update.servers (now 7)"),
+    ],
+)
+def test_what_makes_processes_many_is_named(changes: dict[str, Any], flag: str) -> None:
+    told: list[str] = []
+    with heard_by(told.append):
+        crowding.tell_crowd(short(placement="processes", **changes), 2)
+        crowding.tell_crowd(short(placement="processes", **changes), 16)
+    (text,) = told
+    assert f"a lower {flag} may be faster" in text
+
+
+@pytest.mark.parametrize("plan", [None, "auto"])
+def test_so_many_actors_that_they_would_only_end_the_machine_are_refused(
+    plan: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_late(*_: Any) -> None:
+        raise AssertionError("begun before it was refused")
+
+    monkeypatch.setattr(crowding, "usable_cores", lambda: 2.0)
+    monkeypatch.setattr(crowding, "available_memory", lambda: 8 * 2**30)
+    monkeypatch.setattr(planning, "measure", too_late)
+    monkeypatch.setattr(qfleet.session, "build_program", too_late)
+    many = short(placement="processes", actors=10_000, **{"actor.envs": 1, "replay.capacity": 200_000})
+    words = r"10,003 processes are more than this machine holds: .*8.0 GiB are free.*Lower --actors \(now 10,000\)"
+    refused(tmp_path, words, preset=many, plan=plan, fixed={"actors"})
+
+
+def test_idle_processes_that_memory_holds_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environments that wait for something else need no core of their own."""
+    monkeypatch.setattr(crowding, "usable_cores", lambda: 2.0)
+    waiting = short(placement="processes", actors=100)
+    monkeypatch.setattr(crowding, "available_memory", lambda: 64 * 2**30)
+    crowding.require_processes_fit(waiting)
+    monkeypatch.setattr(crowding, "available_memory", lambda: 0)
+    crowding.require_processes_fit(short(placement="processes", actors=20))
+    crowding.require_processes_fit(with_changes(waiting, {"placement": "ray", "address": "somewhere:6379"}))
+    with pytest.raises(ConfigError, match="103 processes"):
+        crowding.require_processes_fit(with_changes(waiting, {"placement": "ray"}))
 
 
 class OnlyHere(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -174,18 +289,36 @@ class Here:
 SMALL = {"placement": "processes", "actors": 1, "env_steps": 2000}
 
 
-def test_an_environment_that_cannot_be_made_in_a_child_is_refused(tmp_path: Path) -> None:
-    refused(tmp_path, r"cannot be made: OSError: no licence in this process \(found by actor-0\)", env=Here(), **SMALL)
+@pytest.fixture
+def unmeasured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans must not come so far as to measure anything."""
+
+    def too_late(*_: Any) -> None:
+        raise AssertionError("measured before it was refused")
+
+    monkeypatch.setenv("QFLEET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(planning, "_wake", too_late)
+    monkeypatch.setattr(planning, "measure", too_late)
 
 
-def test_an_environment_that_cannot_be_sent_to_a_child_is_refused(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("actors", [1, "auto"])
+def test_an_environment_that_cannot_be_made_in_a_child_is_refused(actors: Any, tmp_path: Path) -> None:
+    words = r"cannot be made: OSError: no licence in this process \(found by actor-0\)"
+    refused(tmp_path, words, env=Here(), **{**SMALL, "actors": actors})
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("actors", [1, "auto"])
+def test_an_environment_that_cannot_be_sent_to_a_child_is_refused(actors: Any, tmp_path: Path) -> None:
     lock = threading.Lock()
 
     def factory() -> gymnasium.Env[Any, Any]:
         with lock:
             return gymnasium.make("CartPole-v1")
 
-    refused(tmp_path, r"cannot be sent to another process.*--placement inline", env=factory, **SMALL)
+    words = r"cannot be sent to another process.*--placement inline"
+    refused(tmp_path, words, env=factory, **{**SMALL, "actors": actors})
 
 
 class Raises(gymnasium.Wrapper[Any, Any, Any, Any]):

@@ -43,9 +43,6 @@ class Patient:
     def delay(self, name: str, lived_s: float) -> float:
         return 0.0
 
-    def in_a_row(self, name: str) -> int:
-        return 0
-
 
 class Killer:
     """Kills a random role each time the run has come a random way further."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -162,3 +164,20 @@ def test_on_a_gpu_the_scores_are_nearly_the_cpus(agent: ReplayAgent) -> None:
             break
     assert np.mean(on_cpu == on_gpu) >= 0.9, "a last digit may decide an action now and then"
     assert on_cpu.std() > 0
+
+
+def test_where_ticks_take_long_a_step_makes_one_and_the_scores_are_the_same():
+    """A hundred ticks of an environment that takes a minute for each would be taken for a hang."""
+    whole, whole_handles = make_evaluator()
+    slow, slow_handles = make_evaluator()
+    slow._setup = dataclasses.replace(slow._setup, longest_step_s=0.0)
+    whole_handles.models.send(weights(3))
+    slow_handles.models.send(weights(3))
+    expected, steps = evaluated(whole, whole_handles), 0
+    while not slow_handles.events.queue:
+        assert slow.step() == WORKED
+        steps += 1
+    result = slow_handles.events.receive()
+    assert result.returns.tolist() == expected.returns.tolist()
+    waves = [result.lengths[:4], result.lengths[4:]]
+    assert steps >= sum(int(wave.max()) for wave in waves)

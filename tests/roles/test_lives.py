@@ -13,8 +13,10 @@ from test_evaluator import evaluated, make_evaluator, weights
 from test_learner import make_learner
 from test_replay_shard import experience, make_shard
 
+from qfleet.core.errors import ConfigError, EnvironmentFault, RoleFailure
 from qfleet.core.role import DONE, WORKED
 from qfleet.core.types import Version
+from qfleet.envs import GymConfig
 from qfleet.roles.actor import Actor
 from qfleet.roles.evaluator import Evaluator
 from qfleet.roles.learner import Learner
@@ -123,6 +125,22 @@ def learner_after(updates: int, committed_at: int) -> tuple[Learner, dict[str, E
         edges["batches"].send(random_batch(rng))
         assert kept.step() == WORKED
     return kept, edges
+
+
+def test_what_an_actor_cannot_make_any_more_is_its_environments_fault_and_what_it_never_could_no_fault_at_all() -> None:
+    actor, handles = make_actor()
+    first: Actor = with_keep(actor, handles, Keep())
+    wrong = dataclasses.replace(first._setup, env=GymConfig(id="NoSuch-v0"))
+    with pytest.raises(ConfigError, match="no environment 'NoSuch-v0'"):
+        Actor(wrong, first._handles)
+    first._handles.keep.life = 1
+    with pytest.raises(RoleFailure, match=r"no environment 'NoSuch-v0'.*; that was the second try"):
+        Actor(wrong, first._handles)
+    first._handles.keep.life = 0
+    Actor(first._setup, first._handles).step()
+    first._handles.keep.life = 1
+    with pytest.raises(EnvironmentFault, match="no environment 'NoSuch-v0'"):
+        Actor(wrong, first._handles)
 
 
 def test_a_learner_begins_with_its_last_commit_under_a_new_epoch() -> None:

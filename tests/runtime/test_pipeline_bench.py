@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qfleet.bench import edges, overlap, pong
+from qfleet.bench import edges, full, overlap, pong
 from qfleet.bench.pace import Pace, measure_pace
+from qfleet.experiment import with_changes
+from qfleet.presets import preset
 
 
 def test_each_edge_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,3 +95,34 @@ def test_both_sides_play_by_the_same_settings() -> None:
         assert setting in script
     assert (ours.env.sticky_actions, ours.env.noop_max, ours.env.life_loss) == (0.25, 0, False)
     assert ours.replay.capacity == 10_000
+
+
+def test_a_planned_run_is_measured_with_the_cores_that_it_keeps_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def planned(changes: Any, seconds: float) -> Pace:
+        seen.append(dict(changes))
+        return replace(made_up(18_000.0, 1.0, 0.1), cores_busy=0.93)
+
+    monkeypatch.setattr(full, "planned", planned)
+    monkeypatch.setattr(full, "raw_rate", lambda: 19_000.0)
+    monkeypatch.setattr(full.torch.cuda, "is_available", lambda: True)
+    cores, raw, gpu = full.measure(0.1)
+    assert (cores.ours, cores.met) == ("93%", True)
+    assert (raw.ratio, raw.met) == (pytest.approx(18 / 19), True)
+    assert (gpu.ours, gpu.met) == ("unknown", None), "no look was taken in a tenth of a second"
+    assert seen == [full.RARELY, full.USUALLY, full.OFTEN]
+
+
+@pytest.mark.parametrize(("begins", "kind"), [("local", "local"), ("served", "served")])
+def test_inference_that_may_move_stays_where_it_begins(begins: str, kind: str) -> None:
+    moving = {"placement": "processes", "spare_actors": 1, "inference.kind": "adaptive", "inference.begins": begins}
+    stays = full.settled(with_changes(preset("mountaincar"), {**moving, "inference.precision": "bf16"}))
+    assert (stays.inference.kind, stays.inference.precision) == (kind, "bf16")
+    assert with_changes(stays, {"balance": "off"}).spare_actors == 0
+
+
+def test_the_emulators_alone_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ale_py")
+    monkeypatch.setattr(full, "RAW_GAMES", 2)
+    assert full.raw_rate(0.2) > 10

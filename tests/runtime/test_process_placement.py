@@ -15,7 +15,20 @@ from typing import Any
 
 import psutil
 import pytest
-from toy_roles import Blocked, Consumer, Faulty, Handles, Painter, Producer, Rank, Settings, Viewer, pipeline, save
+from toy_roles import (
+    Blocked,
+    Consumer,
+    Faulty,
+    Handles,
+    Painter,
+    Producer,
+    Rank,
+    Settings,
+    Stuck,
+    Viewer,
+    pipeline,
+    save,
+)
 
 from qfleet.core.errors import ConfigError, QfleetError, RoleFailure
 from qfleet.runtime import reviving
@@ -335,3 +348,23 @@ def test_background_processes_leave_the_cores_to_others() -> None:
     nice = {name: psutil.Process(pid).nice() for name, pid in placement.pids().items()}
     placement.close()
     assert nice["producer-0"] > nice["relay-0"] == nice["consumer-0"]
+
+
+def test_reports_say_how_many_messages_wait_and_what_a_process_has_computed() -> None:
+    graph = Graph()
+    outlet, inlet = graph.stream("numbers", 3)
+    graph.add(Producer, Settings(count=10), Handles(outlet=outlet))
+    graph.add(Stuck, Settings(), Handles(inlet=inlet))
+    placement = ProcessPlacement(graph)
+    try:
+        until = time.monotonic() + 30.0
+        while (found := {one.kind: one for one in placement.reports()})["stuck"].queue != 3:
+            assert time.monotonic() < until, found
+            placement.advance()
+        assert found["producer"].queue is None, "nothing is ever sent to it"
+        while not all(one.cpu_s > 0 for one in placement.reports()):
+            assert time.monotonic() < until
+            placement.advance()
+    finally:
+        placement.close()
+    assert {one.queue for one in placement.reports()} == {None}, "its memory is gone"

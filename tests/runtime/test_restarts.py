@@ -147,13 +147,35 @@ def test_too_many_deaths_are_one_error_that_names_role_and_cause(monkeypatch: py
     placement = ProcessPlacement(kept_pipeline(60), restarts=2)
     failure = run_to_failure(placement)
     assert (failure.role, failure.index) == ("kept_consumer", 0)
-    assert failure.cause == "its process exited with code 70; that was death 3 within a short time"
+    deaths = "that was death 3 within a short time (survival.restarts 2)"
+    assert failure.cause == f"its process exited with code 70; {deaths}"
     assert own_folders(os.getpid()) == []
 
 
 def test_role_that_raises_is_not_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QFLEET_FAIL", "kept_consumer-0/worker.step:raise@3")
     assert "failpoint worker.step" in run_to_failure(ProcessPlacement(kept_pipeline(60))).cause
+
+
+@pytest.mark.parametrize(("fault", "lives"), [("environment", 1), ("environment in life 1, being built", 2)])
+def test_a_role_whose_environment_breaks_is_begun_anew(fault: str, lives: int) -> None:
+    placement = ProcessPlacement(kept_pipeline(60, consumer_fault=fault))
+    metrics = run_to_end(placement)["kept_consumer"]
+    assert (metrics["position"], metrics["life"]) == (60, lives)
+    causes = [one.cause for one in placement.incidents() if isinstance(one, Incident)]
+    assert causes == ["the robot fell over", "the robot cannot stand up"][:lives]
+
+
+def test_a_role_that_cannot_be_built_for_its_environment_ends_the_run_at_once() -> None:
+    with pytest.raises(RoleFailure) as caught:
+        ProcessPlacement(kept_pipeline(10, consumer_fault="environment in life 0, being built"))
+    assert caught.value.cause == "the robot cannot stand up."
+
+
+def test_the_last_fault_of_an_environment_says_what_would_have_helped() -> None:
+    failure = run_to_failure(ProcessPlacement(kept_pipeline(60, consumer_fault="environment"), restarts=0))
+    deaths = "that was death 1 within a short time (survival.restarts 0)"
+    assert failure.cause == f"the robot fell over; {deaths}; give it legs"
 
 
 def test_a_group_lives_and_dies_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,15 +281,6 @@ def test_standstill_names_who_waits_and_ends_nothing(monkeypatch: pytest.MonkeyP
     placement.close()
 
 
-def test_more_processes_than_cores_can_serve_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reviving, "_CROWDED", 0)
-    placement = ProcessPlacement(kept_pipeline(1))
-    placement.close()
-    (notice,) = placement.incidents()
-    assert isinstance(notice, Notice)
-    assert notice.text.startswith("2 processes share")
-
-
 def test_bad_failpoint_is_refused_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QFLEET_FAIL", "worker.step:explode@1")
     with pytest.raises(ConfigError, match=r"QFLEET_FAIL: 'worker.step:explode@1' is not"):
@@ -279,6 +292,13 @@ def test_deaths_after_short_lives_are_begun_anew_later_and_later_and_others_at_o
     restarts = Restarts(4, quick_s=10.0)
     assert [restarts.delay("a", lived) for lived in (300.0, 0.0, 9.0, 1.0, 2.0)] == [0, 1, 2, 4, None]
     assert [restarts.delay("b", lived) for lived in (0.0, 1.0, 11.0, 1.0, 11.0, 11.0)] == [0, 1, 0, 1, 0, 0]
+
+
+def test_nobody_is_begun_anew_later_than_after_a_minute() -> None:
+    restarts = Restarts(10_000, quick_s=10.0)
+    delays = [restarts.delay("a", 0.0) for _ in range(10_000)]
+    assert delays[6:10] == [32, 60, 60, 60]
+    assert delays[-1] == 60
 
 
 def test_a_role_that_works_between_its_deaths_may_die_as_often_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,18 @@ def test_step_may_last_as_long_as_its_phase_allows() -> None:
     assert dog.verdict("a", report(step_s=599), False, 0) == "", "a death that would end the run is not rushed"
 
 
+def test_who_allows_longer_steps_allows_longer_phases_and_silences_too_and_is_told_where() -> None:
+    dog = Watchdog(stall=600)
+    assert dog.verdict("a", report(step_s=599), True, 0) == ""
+    assert dog.verdict("a", report(step_s=601), True, 0).endswith("in phase 'running' (survival.stall_s 600)")
+    assert dog.verdict("a", report("evaluating", step_s=5999), True, 0) == ""
+    assert dog.verdict("a", report("evaluating", step_s=6001), True, 0).endswith("'evaluating' (survival.stall_s 600)")
+    dog.heard("a", 0)
+    assert dog.verdict("a", report(), True, 39, pausing=True) == "", "its environment may keep Python to itself"
+    assert "silent for 41 s" in dog.verdict("a", report(), True, 41, pausing=True)
+    assert dog.verdict("a", report(), True, 601).endswith("in phase 'running' (survival.stall_s 600)")
+
+
 def test_silence_counts_only_while_somebody_listens() -> None:
     dog = Watchdog(stall=60)
     dog.heard("a", 0)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qfleet.core.errors import ConfigError, PartLost
+from qfleet.core.errors import ConfigError, EnvironmentFault, PartLost
 from qfleet.core.protocols import Counter, Keep, Placement, Publisher, Receiver, Sender, Subscriber
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.saving import Saving
@@ -249,6 +249,8 @@ class Kept(Toy):
         self.again = 0
         if settings.fault == "build" and self.keep.life == 0:
             os.kill(os.getpid(), signal.SIGKILL)
+        if settings.fault == f"environment in life {self.keep.life}, being built":
+            raise EnvironmentFault("the robot cannot stand up.")
         if settings.fault == "segfault":
             ctypes.string_at(0)
         if settings.fault == "exit":
@@ -264,6 +266,8 @@ class Kept(Toy):
         }
 
     def moved(self) -> None:
+        if self.position == 5 and self.settings.fault.startswith("environment") and self.keep.life == 0:
+            raise EnvironmentFault("the robot fell over.", hint="give it legs")
         self.position += 1
         self.keep.commit({"position": self.position})
 

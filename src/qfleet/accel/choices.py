@@ -18,6 +18,7 @@ from qfleet.accel.gradients import WrappedGradient, can_compile
 from qfleet.accel.hardware import Hardware, look, why_no_cuda
 from qfleet.accel.mlp import MlpForward, MlpGradient, compiles_loops, why_not_compiled
 from qfleet.accel.mlp import supports as is_small_mlp
+from qfleet.accel.onednn import compute_by_onednn
 from qfleet.accel.precision import ROUNDED, LossScale, Precision, autocast, set_deterministic, set_matrix_format
 from qfleet.accel.table import Settings
 from qfleet.algo.flat import FlatParameters
@@ -62,11 +63,13 @@ class Choices:
     """Whether the network is the small convolutional one that has kernels of its own on a GPU."""
     loops: bool = False
     """Whether numba compiled the loops of a small network."""
+    onednn: bool = False
+    """Whether oneDNN computes the products of large dense layers."""
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """What the last bits of the run's numbers depend on, as it is saved."""
-        return {**self.settings.model_dump(), "loops": self.loops}
+        return {**self.settings.model_dump(), "loops": self.loops, "onednn": self.onednn}
 
     @property
     def recorded(self) -> bool:
@@ -112,6 +115,7 @@ def choose(job: Job, network: QNetwork) -> Choices:
         keep_channels_last(network)
     elif settings.compile and hardware.kind == "cuda":
         compute_by_products(network)
+    onednn = hardware.kind == "cpu" and not small and job.accel.kernels != "off" and compute_by_onednn(network)
     small_cnn = hardware.kind == "cuda" and settings.kernels and scale is None and _is_small_cnn(network, job)
     gradient: GradientFactory
     if small:
@@ -121,12 +125,15 @@ def choose(job: Job, network: QNetwork) -> Choices:
     else:
         gradient = _gradient(job.agent, hardware, settings, network, scale)
     stepper, loops = _stepper(settings, job.optim, small, scale), small and compiles_loops()
-    return Choices(settings, gradient, stepper, small, _line(choice, hardware, small), scale, small_cnn, loops)
+    line = _line(choice, hardware, small, onednn)
+    return Choices(settings, gradient, stepper, small, line, scale, small_cnn, loops, onednn)
 
 
-def _line(choice: Choice, hardware: Hardware, small: bool) -> str:
+def _line(choice: Choice, hardware: Hardware, small: bool, onednn: bool) -> str:
     """Return the choice for a person, with what else decides the speed of a run on a CPU."""
     parts = [choice.line(hardware)]
+    if onednn and choice.settings.precision == "fp32":
+        parts.append("large dense layers by oneDNN")
     if small:
         problem = why_not_compiled()
         parts.append(f"loops not compiled: {problem}" if problem else "loops compiled by numba")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from qfleet.accel import cache
 from qfleet.accel.config import AccelConfig
 from qfleet.accel.hardware import Hardware
-from qfleet.accel.table import Settings, shipped
+from qfleet.accel.table import LARGE, Inputs, Settings, shipped
 from qfleet.algo.gradients import DeepAgent
 from qfleet.algo.networks import NetworkConfig
 from qfleet.algo.optim import OptimConfig
@@ -43,9 +43,12 @@ class Workload:
     """Samples of one update."""
 
     @property
-    def inputs(self) -> Literal["vectors", "images"]:
-        """Images where any leaf has height and width."""
-        return "images" if any(len(leaf["shape"]) == 3 for leaf in self.observations.values()) else "vectors"
+    def inputs(self) -> Inputs:
+        """Images where any leaf has height and width; frames where it is large, and the network one of our own."""
+        shapes = [leaf["shape"] for leaf in self.observations.values() if len(leaf["shape"]) == 3]
+        if any(min(shape[1:]) >= LARGE for shape in shapes) and "class" not in self.network:
+            return "frames"
+        return "images" if shapes else "vectors"
 
 
 def workload(

@@ -22,7 +22,8 @@ class AccelConfig(Config):
     compile: Literal["auto", "off", "on"] = "auto"
     """Let torch.compile fuse operations: long to start, shorter afterwards."""
     kernels: Literal["auto", "off", "on"] = "auto"
-    """Use qfleet's own kernels (Triton on a GPU, hand-written small networks on a CPU) where they fit."""
+    """Use qfleet's own kernels where they fit: Triton's on a GPU, on a CPU hand-written small networks; and oneDNN for
+    the large dense layers of other networks there."""
     channels_last: Literal["auto", "off", "on"] = "auto"
     """Keep images with their channels last, as the fastest convolutions want them."""
     deterministic: bool = False

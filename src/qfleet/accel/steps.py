@@ -64,10 +64,11 @@ class DeviceStep:
         return self._rate
 
     def prepare(self, total_updates: int | None = None) -> None:
-        """Bring the learning rate up to where the run is. Waits for the device."""
+        """Bring the learning rate up to where the run is. Waits for the device, unless the rate is always the same."""
         if total_updates is not None:
             self._schedule.replan(total_updates)
-        self._rate = self._config.lr * self._schedule.fraction(self.count)
+        update = 0 if self._schedule.steady else self.count
+        self._rate = self._config.lr * self._schedule.fraction(update)
         self._adam.rate.fill_(self._rate)
 
     def __call__(self, loss: Tensor) -> tuple[bool | Tensor, Tensor]:

@@ -125,6 +125,11 @@ class LearningRate:
             return (update + 1) / warmup * self._main(0)
         return self._main(update - warmup)
 
+    @property
+    def steady(self) -> bool:
+        """Whether the fraction is the same for all updates between two scores, so that nobody need count them."""
+        return self._config.warmup == 0 and not isinstance(self._config, _DecayConfig)
+
     def replan(self, total_updates: int) -> None:
         """Take a better estimate of the run's length in updates, for a schedule that ends with the run."""
         if isinstance(self._config, _DecayConfig) and self._config.updates is None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from qfleet.control.cores import Cores
 from qfleet.core.protocols import Placement, Report
 from qfleet.core.usercode import UserCode
 from qfleet.envs import env_spec
@@ -29,6 +30,8 @@ class Pace:
     """Seconds of work by kind of role, over all roles of the kind."""
     idle_s: Mapping[str, float]
     """Seconds of waiting, likewise."""
+    cores_busy: float | None = None
+    """Share of the time that the machine's cores worked, for whomever; None where nobody counts it."""
 
     def busy_share(self, kind: str) -> float:
         """Return which share of its time a kind of role worked."""
@@ -46,14 +49,14 @@ def measure_pace(experiment: Experiment, code: UserCode, seconds: float, warm_up
             while handles.updates.total() < warm_updates:
                 _advance(placement, handles)
             began, steps, updates = time.perf_counter(), handles.env_steps.total(), handles.updates.total()
-            before = placement.reports()
+            before, cores = placement.reports(), Cores()
             while (spent := time.perf_counter() - began) < seconds:
                 _advance(placement, handles)
             made, learned = handles.env_steps.total() - steps, handles.updates.total() - updates
-            after = placement.reports()
+            after, busy = placement.reports(), cores.busy()
         finally:
             placement.close()
-    return Pace(made / spent, learned, made, _grown(before, after, _busy_s), _grown(before, after, _idle_s))
+    return Pace(made / spent, learned, made, _grown(before, after, _busy_s), _grown(before, after, _idle_s), busy)
 
 
 def _advance(placement: Placement, handles: MonitorHandles) -> None:

@@ -111,7 +111,6 @@ def experiment() -> Experiment:
             "agent.target.period": 250,
             "exploration.start": 0.01,
             "inference.precision": "bf16",
-            "accel.channels_last": "on",
             "env.threads": 1,
         },
     )

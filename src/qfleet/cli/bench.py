@@ -70,13 +70,16 @@ SUITES = {
         ("peers",),
     ),
     "pipeline": Suite(
-        "The placement `processes`: what its edges cost, what it gains over inline, and Pong on this machine's cores,"
-        " with --peers beside Stable-Baselines3.",
+        "The placement `processes`: what its edges cost, what it gains over inline, a slow environment, and Pong on"
+        " this machine, with --peers beside Stable-Baselines3.",
         (
             "frames from one process to another",
             "weights of 7 MB, from before they are published to after they are copied",
             "messages, slots and supervisor at 10000 steps/s of frames, share of the CPU time of all",
             "an environment of 200 us a step, updates that cost as much as sampling: processes beside inline",
+            "one of 8 environments 10 times slower than 200 us",
+            "Pong as planned, one update of 32 in 200 steps: share of the time that the cores work",
+            "on a GPU: Pong as planned beside the games alone, and share of the time that the GPU works",
             f"{_PONG}, fp32: share of its time that the learner works",
             f"{_PONG}, acting in bf16",
             f"{_PONG}, all in bf16",
@@ -90,9 +93,6 @@ SUITES = {
             "values of 4, 16 and 64 observations on one core, in bf16 beside fp32",
             "1, 2 and 4 actors of 4, 16 and 64 environments, served on each device beside local",
         ),
-    ),
-    "stragglers": Suite(
-        "One slow environment among many in an actor.", ("one of 8 environments 10 times slower than 200 us",)
     ),
     "scaling": Suite(
         "Several learners on this machine's cores: their traffic, their speed, and a slow one among them.",
@@ -136,7 +136,6 @@ class BenchOptions(Config):
         "fused",
         "pipeline",
         "inference",
-        "stragglers",
         "scaling",
         "start",
     ]
@@ -160,7 +159,7 @@ def run(words: Sequence[str]) -> int:
         return 0
     given = parse_options(BenchOptions, _with_files(words), "suite", USAGE)
 
-    from qfleet.bench import envs, fused, inference, learner, pipeline, replay, scaling, solve, start, stragglers
+    from qfleet.bench import envs, fused, inference, learner, pipeline, replay, scaling, solve, start
     from qfleet.bench.table import Row, markdown, plain
 
     suites: dict[str, Callable[[], list[Row]]] = {
@@ -170,7 +169,6 @@ def run(words: Sequence[str]) -> int:
         "fused": lambda: fused.measure(given.peers),
         "pipeline": lambda: pipeline.measure(given.peers),
         "inference": inference.measure,
-        "stragglers": stragglers.measure,
         "scaling": scaling.measure,
         "replay": lambda: replay.measure(given.peers),
         "solve": lambda: solve.measure(given.peers, range(given.first_seed, given.first_seed + given.seeds)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,8 @@ from qfleet.cli.flags import parse_options, wants_help
 from qfleet.cli.helptext import help_page
 from qfleet.cli.settings import settings_of
 from qfleet.core.config import Config
+from qfleet.core.errors import ConfigError
+from qfleet.core.shared_memory import ELSEWHERE, free_shared_memory, shared_memory_root
 
 if TYPE_CHECKING:
     from qfleet.accel.cache import Entry
@@ -65,7 +66,7 @@ def examine() -> dict[str, Any]:
         "gpu": _gpu(),
         "accel": _accel(),
         "extras": {extra: _extra(modules, purpose) for extra, (modules, purpose) in EXTRAS.items()},
-        "shared_memory": _space(Path("/dev/shm")),
+        "shared_memory": _shared_memory(),
         "writable": {name: _writable(path) for name, path in _directories().items()},
     }
 
@@ -98,7 +99,8 @@ def _accel() -> dict[str, Any]:
     }
     if hardware.kind == "cpu":
         table = shipped(hardware, "replay", "vectors")
-        rows = {"small dense networks": table, "all others": (EAGER, table[1])}
+        frames = shipped(hardware, "replay", "frames")[0].replace(kernels=False)
+        rows = {"small dense networks": table, "frames": (frames, table[1]), "all others": (EAGER, table[1])}
     return {
         "device": f"{hardware.kind} ({hardware.name})",
         "usable": {name: hardware.obstacles.get(name, "yes") for name in ("precision", "compile", "kernels", "graphs")},
@@ -130,10 +132,11 @@ def _extra(modules: Sequence[str], purpose: str) -> dict[str, Any]:
     return {"present": not missing and not broken, "missing": missing, "broken": broken, "enables": purpose}
 
 
-def _space(path: Path) -> dict[str, Any]:
-    if not path.is_dir():
-        return {"path": str(path), "free_gib": None}
-    return {"path": str(path), "free_gib": round(shutil.disk_usage(path).free / 2**30, 2)}
+def _shared_memory() -> dict[str, Any]:
+    try:
+        return {"path": str(shared_memory_root()), "free_gib": round(free_shared_memory() / 2**30, 2)}
+    except ConfigError as error:
+        return {"path": os.environ.get(ELSEWHERE, ""), "free_gib": None, "complaint": str(error)}
 
 
 def _directories() -> dict[str, Path]:
@@ -158,7 +161,7 @@ def _text(findings: dict[str, Any]) -> str:
     lines += [f"  {name:<10} {number}" for name, number in findings["versions"].items()]
     lines += ["machine", f"  {machine['cores']} cores ({machine['cpu']}), {machine['memory_gib']} GiB memory"]
     lines += [f"  GPU: {', '.join([*machine['gpus'], findings['gpu']])}"]
-    free = "absent: --placement processes needs it" if shared["free_gib"] is None else f"{shared['free_gib']} GiB free"
+    free = shared["complaint"] if shared["free_gib"] is None else f"{shared['free_gib']} GiB free"
     lines += [f"  shared memory ({shared['path']}): {free}"]
     lines += _accel_lines(findings["accel"])
     lines += ["extras (pip install 'qfleet[NAME]')"]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from qfleet.cli.errors import INTERRUPTED, WATCH, report
 from qfleet.core.errors import ConfigError, did_you_mean
+from qfleet.core.memory import keep_freed_memory
 from qfleet.core.spinning import brief_spinning
 from qfleet.runtime.held_back import ENDINGS
 from qfleet.version import __version__
@@ -42,6 +43,7 @@ def command() -> int:
     """
     heard = [number for number in ENDINGS if signal.getsignal(number) not in (None, signal.SIG_IGN)]
     before = {number: signal.signal(number, lambda *_: None) for number in heard}  # whoever works heeds them
+    keep_freed_memory()
     with brief_spinning():
         code = main()
     for number, handler in before.items():

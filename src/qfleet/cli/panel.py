@@ -63,6 +63,8 @@ class Board:
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=256))
     """Recent episode returns, drawn until there are two evaluations."""
     events: deque[str] = field(default_factory=lambda: deque(maxlen=4))
+    inference: str = ""
+    """Who was planned to compute for the actors, and why; empty without a plan."""
     decided: Mapping[str, Any] = field(default_factory=dict)
     """The balancer's last decision, or what came of it,"""
     moved: Mapping[str, Any] = field(default_factory=dict)
@@ -89,6 +91,8 @@ class Board:
             self.decided = record
             self.moved = record if record.get("inference") else self.moved
             return
+        if name == "planned":
+            self.inference = str(record.get("inference", ""))
         if name in ("started", "resumed"):
             self.run = {**self.run, **record}
         if name in _BORDERS:
@@ -304,9 +308,10 @@ def _role_table() -> Table:
 
 
 def _balance(board: Board) -> list[Text]:
-    """Return where inference is computed, once it has moved, and the balancer's last decision if that was another."""
+    """Return where inference is computed, as planned or moved, and the balancer's last decision if that was another."""
     shown = [board.decided] if board.moved is board.decided else [board.moved, board.decided]
-    return [_line("balancer: ", decision(record)) for record in shown if record]
+    planned = [_line("inference: ", one_line(board.inference))] if board.inference and not board.moved else []
+    return planned + [_line("balancer: ", decision(record)) for record in shown if record]
 
 
 def _line(label: str, text: str, style: str = "") -> Text:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,9 @@ _ABOUT = (
     " how fast that will be, and why. Nothing is trained. All flags of `qfleet train PRESET` are taken too; settings"
     " that are given stay as they are. Without --placement the faster one is shown."
 )
+
+
+_PROBLEM = "problem"
 
 
 class PlanOptions(Config):
@@ -95,14 +98,21 @@ def show(plan: Plan, console: Console) -> None:
         title += f" on {machine.cores:g} cores{f' and {machine.gpu}' if machine.gpu else ''}"
     console.print(Text(title, style="bold"))
     console.print(_roles(plan))
+    told = list(_told(plan))
+    width = max(len(name) for name, _ in told)
+    for name, text in told:
+        style = "red" if name == _PROBLEM else ""
+        console.print(Text.assemble((f"  {name:<{width}}  ", "dim"), (text, style)), soft_wrap=True)
+
+
+def _told(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what there is to say of a plan, each with its name."""
     if plan.env_steps_per_s is not None:
         speed = f"{rate(plan.env_steps_per_s)} steps/s, {rate(plan.updates_per_s or 0.0)} updates/s"
-        _line(console, "predicted", f"{speed}, evaluations left out")
-    _line(console, "bottleneck", plan.bottleneck)
-    for name, reason in plan.reasons.items():
-        _line(console, name, reason)
-    for problem in plan.problems:
-        _line(console, "problem", problem, "red")
+        yield "predicted", f"{speed}, evaluations left out"
+    yield "bottleneck", plan.bottleneck
+    yield from plan.reasons.items()
+    yield from ((_PROBLEM, text) for text in plan.problems)
 
 
 def _roles(plan: Plan) -> Table:
@@ -113,10 +123,6 @@ def _roles(plan: Plan) -> Table:
     for role in plan.roles:
         table.add_row(f"  {role.kind}", str(role.count), role.device, f"{role.cores:.1f}", f"{min(role.busy, 1.0):.0%}")
     return table
-
-
-def _line(console: Console, label: str, text: str, style: str = "") -> None:
-    console.print(Text.assemble((f"  {label:<13}", "dim"), (text, style)), soft_wrap=True)
 
 
 def _save(plan: Plan, path: Path) -> None:

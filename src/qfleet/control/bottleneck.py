@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 Shares = Mapping[str, Sequence[float]]
@@ -11,6 +12,8 @@ BESIDE = "evaluator"
 """It works beside the others: nobody waits for it."""
 _WAITING = 0.05
 """Shorter waits are not worth a word."""
+_FULL = 0.9
+"""Cores that are busier have no room for anybody."""
 _IDLE = 0.2
 """Where the busiest is less busy, nobody is held up by work: a role is away, or an environment does not answer."""
 
@@ -23,8 +26,31 @@ def in_turns(shares: Shares) -> str:
     return f"{most} takes {sum(shares[most]):.0%} of the time"
 
 
-def side_by_side(shares: Shares) -> str:
-    """Return which kind of role is busiest where each has a process of its own, and how long the others wait."""
+@dataclass(frozen=True)
+class Load:
+    """What the cores of a machine do."""
+
+    cores: float
+    """How many there are."""
+    busy: float
+    """Share of their time in which they work, for whomever."""
+    used: Mapping[str, float]
+    """How many of them the roles of each kind keep busy."""
+
+    def full(self) -> str:
+        """Return that there are too few of them, and who has them; empty while some are free."""
+        if self.busy < _FULL:
+            return ""
+        most = sorted(self.used, key=lambda kind: -self.used[kind])
+        taken = [f"{kind} {self.used[kind]:.1f}" for kind in most if self.used[kind] >= _WAITING * self.cores]
+        return f"cores {self.busy:.0%} busy" + (f" ({', '.join(taken)} of {self.cores:g})" if taken else "") + "; "
+
+
+def side_by_side(shares: Shares, load: Load | None = None) -> str:
+    """Return which kind of role is busiest where each has a process of its own, and how long the others wait.
+
+    Where they have all cores of a machine busy, whose `load` is given, these come first.
+    """
     busy = {kind: fmean(values) for kind, values in shares.items() if kind != BESIDE}
     if not busy:
         return ""
@@ -37,4 +63,5 @@ def side_by_side(shares: Shares) -> str:
     if busy[most] < _IDLE:
         return f"nobody is busy: all wait (the busiest, {most}, waits {1 - busy[most]:.0%} of the time)"
     name = f"{most}s" if len(shares[most]) > 1 else most
-    return f"{name} {busy[most]:.0%} busy" + (f"; {', '.join(waits)}" if waits else "")
+    first = "" if load is None else load.full()
+    return f"{first}{name} {busy[most]:.0%} busy" + (f"; {', '.join(waits)}" if waits else "")

@@ -203,7 +203,7 @@ class Growing:
     def _free_cores(self, span: Span, reports: Sequence[Report], machine: Machine) -> float:
         """Return how many cores of a machine no role keeps busy."""
         there = [one for one in reports if self._placement.home(f"{one.kind}-{one.index}") == machine.id]
-        return machine.cores - sum(span.busy(one.kind).get(one.index, 0.0) for one in there)
+        return machine.cores - sum(span.cores(one.kind).get(one.index, 0.0) for one in there)
 
     # ------------------------------------------------------------------ what is done
 

@@ -79,7 +79,7 @@ class Situation:
     def free_cores(self) -> float:
         """Cores that no role keeps busy."""
         kinds = ("actor", "replay", "learner", "evaluator", "inference")
-        return self.cores - sum(sum(self.span.busy(kind).values()) for kind in kinds)
+        return self.cores - sum(sum(self.span.cores(kind).values()) for kind in kinds)
 
     def together(self, actor: int) -> int:
         """Return how many environments of an actor rest only together."""

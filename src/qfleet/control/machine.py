@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from qfleet.accel.precision import Precision
 from qfleet.algo.agent import ReplayAgent
 from qfleet.control.feeding import FeedCost
-from qfleet.control.measurements import Curve, LearnerCost, Measurements, at
+from qfleet.control.measurements import Curve, LearnerCost, Measurements
 from qfleet.control.pieces import (
     act_seconds,
     batch_seconds,
@@ -22,14 +23,17 @@ from qfleet.control.pieces import (
     stored_bytes,
     tick_seconds,
 )
-from qfleet.control.prediction import Arrangement, rows_of_message
 from qfleet.control.resources import Resources
-from qfleet.control.rig import Build, core_share, play, play_beside, running
+from qfleet.control.rig import Build, core_share, play, running
+from qfleet.control.rounding import may_round
+from qfleet.control.waking import FOREVER
 from qfleet.core.errors import ConfigError
 from qfleet.core.spec import EnvSpec
 from qfleet.core.usercode import UserCode
 from qfleet.experiment import Experiment, with_changes
 from qfleet.parallel.plan import ParallelConfig
+from qfleet.roles.inference_server import LocalInference
+from qfleet.roles.seats import ElasticConfig
 
 LIMIT_S = 30.0
 """No further piece is begun after this; one that is begun is finished."""
@@ -45,9 +49,10 @@ THREADS_PAY_S = 1e-3
 """Updates shorter than this are not shared among threads: handing the work out takes as long."""
 AT_ONCE = 16
 """Updates whose batches may be drawn at once for a GPU."""
+MEANING = 2
+"""Raised whenever something else is measured than before, so that what is remembered is measured anew."""
 ROWS = 100_000
 """The replay of a measurement is no larger."""
-FOREVER = 2**60
 
 
 @dataclass(frozen=True)
@@ -80,13 +85,14 @@ def measure(
     code: UserCode,
     resources: Resources,
     build: Build,
+    wake: float,
     say: Say,
     feed: Feed | None = None,
 ) -> Measurements:
     """Return what the experiment costs here, after at most about `LIMIT_S` seconds. `build` makes a rig.
 
-    `feed` times a GPU's learner as processes feed it, with so many updates for each draw; None where the run in one
-    process is to speak for it.
+    A message costs each of its ends `wake` seconds besides its content. `feed` times a GPU's learner as processes feed
+    it, with so many updates for each draw; None where the run in one process is to speak for it.
     """
     began, envs = time.perf_counter(), experiment.actor.envs
     costs: dict[int, Costs] = {}
@@ -94,15 +100,18 @@ def measure(
         if costs and _late(began):
             break
         say(f"playing with {size} environments")
-        costs[size] = _timed(build, _arranged(experiment, **{"actor.envs": size}))
-    say("timing updates, inference and messages")
+        costs[size] = _timed(build, arranged(experiment, **{"actor.envs": size}))
+    say("timing updates and inference")
     first, sizes = costs[envs], sorted(costs)
     learners = _learners(build, experiment, resources, first, began, feed)
     batch = _rows_of_batch(experiment)
     row_bytes, batch_bytes = stored_bytes(spec, batch)
-    measured = Measurements(
+    return Measurements(
         env_tick=tuple((size, tick_seconds(experiment, code, size)) for size in sizes),
         act=_acting(experiment, spec, code, (*sizes, 4 * sizes[-1]), "cpu"),
+        act_bf16=_acting(experiment, spec, code, (*sizes, 4 * sizes[-1]), "cpu", "bf16")
+        if may_round(experiment, code)
+        else (),
         act_cuda=_acting(experiment, spec, code, (*sizes, 4 * sizes[-1]), "cuda") if resources.gpu else (),
         request_message=tuple((size, request_seconds(spec, size)) for size in sizes),
         actor_tick=tuple((size, size * costs[size].actor) for size in sizes),
@@ -114,32 +123,13 @@ def measure(
         batches_per_step=first.updates if first.replay else 0.0,
         experience_message=tuple((n, experience_seconds(spec, n)) for n in (sizes[0], 16 * sizes[-1])),
         batch_message=batch_seconds(spec, batch) if first.replay else 0.0,
-        wake=0.0,
+        wake=wake,
         cpu_share=first.cpu_share,
         core_share=first.core_share,
         row_bytes=row_bytes,
         batch_bytes=batch_bytes,
         copy_bytes_per_s=copy_rate() if resources.gpu else None,
     )
-    say("playing in processes")
-    made: Measurements = measured.replace(wake=_wake(build, experiment, measured, first))
-    return made
-
-
-def _wake(build: Build, experiment: Experiment, measured: Measurements, alone: Costs) -> float:
-    """Return what a message costs each end besides packing: processes take more processor time than playing alone.
-
-    That is shared by both ends of all messages, those of experience and the batches.
-    """
-    beside = play_beside(build, _arranged(experiment, placement="processes"), PIECE_S)
-    # On a busy machine the seconds of playing alone were not all its own.
-    own = alone.cpu_share * (beside.steps * (alone.actor + alone.replay) + beside.updates * alone.update)
-    way = Arrangement(1, experiment.actor.envs, experiment.actor.unroll, 1, measured.learners[0])
-    rows = rows_of_message(experiment, way)
-    messages, batches = beside.steps / rows, beside.updates if alone.replay else 0
-    packing = messages * at(measured.experience_message, rows) + batches * measured.batch_message
-    extra = beside.cpu - own - beside.steps * alone.beside - packing
-    return max(0.0, extra) / max(2 * messages + 2 * batches / experiment.learner.updates_per_draw, 1.0)
 
 
 def key_of(experiment: Experiment, code: UserCode, resources: Resources, versions: Mapping[str, str]) -> dict[str, Any]:
@@ -149,6 +139,7 @@ def key_of(experiment: Experiment, code: UserCode, resources: Resources, version
     del tree["replay"]["capacity"], tree["replay"]["shards"], tree["learner"]["learning_starts"]
     own = [one and f"{one.__module__}:{getattr(one, '__qualname__', '')}" for one in (code.env, code.network)]
     return {
+        "meaning": MEANING,
         "machine": [resources.cpu, resources.cores, resources.gpu],
         "experiment": tree,
         "code": own,
@@ -164,15 +155,22 @@ def _rows_of_batch(experiment: Experiment) -> int:
     return batch if memory is None else batch * (memory.burn_in + memory.length + 1) // 2
 
 
-def _acting(experiment: Experiment, spec: EnvSpec, code: UserCode, sizes: Sequence[int], device: str) -> Curve:
-    return tuple((size, act_seconds(experiment, spec, code, size, device)) for size in sizes)
+def _acting(
+    experiment: Experiment,
+    spec: EnvSpec,
+    code: UserCode,
+    sizes: Sequence[int],
+    device: str,
+    precision: Precision = "fp32",
+) -> Curve:
+    return tuple((size, act_seconds(experiment, spec, code, size, device, precision)) for size in sizes)
 
 
 def _late(began: float) -> bool:
     return time.perf_counter() - began > LIMIT_S
 
 
-def _arranged(experiment: Experiment, **changes: Any) -> Experiment:
+def arranged(experiment: Experiment, **changes: Any) -> Experiment:
     """Return the experiment as one that is played inline, unless changed, learns at once, and never ends."""
     batch, capacity = experiment.learner.batch_size, experiment.replay.capacity
     return with_changes(
@@ -182,12 +180,14 @@ def _arranged(experiment: Experiment, **changes: Any) -> Experiment:
             "placement": "inline",
             "address": None,
             "actors": 1,
+            "spare_actors": 0,
+            "elastic": ElasticConfig(),
             "learners": 1,
             "parallel": ParallelConfig(),
             "threads": 1,
             "device": "cpu",
             "strict": False,
-            "inference.kind": "local",
+            "inference": LocalInference(),
             "actor.groups": 1,
             "env_steps": FOREVER,
             "evaluation.every": FOREVER,
@@ -218,7 +218,7 @@ def _learners(
         for threads in sorted({*doubled, experiment.threads} - {1}):
             if first.update <= THREADS_PAY_S or _late(began):
                 break
-            cost = _timed(build, _arranged(experiment, threads=threads))
+            cost = _timed(build, arranged(experiment, threads=threads))
             found.append(alone.replace(threads=threads, seconds=cost.update * cost.updates))
     if resources.gpu and experiment.device != "cpu":
         found += _on_gpu(build, experiment, first, feed)
@@ -229,7 +229,7 @@ def _on_gpu(build: Build, experiment: Experiment, first: Costs, feed: Feed | Non
     """Yield what learning costs on a GPU, for each number of batches that may be drawn at once."""
     drawn = experiment.learner.updates_per_draw
     if feed is None:
-        cost = _timed(build, _arranged(experiment, device="cuda"))
+        cost = _timed(build, arranged(experiment, device="cuda"))
         yield LearnerCost(device="cuda", threads=1, updates_per_draw=drawn, seconds=cost.update * cost.updates)
         return
     for updates in (drawn, AT_ONCE) if drawn < AT_ONCE and _may_draw_at_once(experiment) else (drawn,):
@@ -265,7 +265,7 @@ def _steps_elsewhere(experiment: Experiment) -> bool:
 
 def _two_groups(build: Build, experiment: Experiment, first: Costs) -> float:
     """Return the length of an actor's tick with two groups of environments, as a part of that with one."""
-    cost = _timed(build, _arranged(experiment, **{"actor.groups": 2}))
+    cost = _timed(build, arranged(experiment, **{"actor.groups": 2}))
     return cost.actor / first.actor
 
 

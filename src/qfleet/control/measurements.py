@@ -40,6 +40,8 @@ class Measurements(Config):
     """One step of all environments of a vector, by how many they are; random actions."""
     act: Curve
     """Values of a batch of observations on one core, by its size."""
+    act_bf16: Curve = ()
+    """The same in bf16; empty where that cannot be."""
     act_cuda: Curve = ()
     """The same on the GPU with the copies to it and back; empty without one."""
     request_message: Curve

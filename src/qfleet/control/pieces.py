@@ -10,6 +10,8 @@ from contextlib import closing
 import numpy as np
 import torch
 
+from qfleet.accel.onednn import compute_by_onednn
+from qfleet.accel.precision import Precision, autocast
 from qfleet.algo.networks import build_network
 from qfleet.core import codec, seeding
 from qfleet.core.spec import EnvSpec
@@ -47,18 +49,25 @@ def _random(rng: np.random.Generator, envs: int, actions: int, mask: Bools | Non
     return np.asarray(np.where(mask, rng.random(mask.shape), -1.0).argmax(1), np.int64)
 
 
-def act_seconds(experiment: Experiment, spec: EnvSpec, code: UserCode, batch: int, device: str) -> float:
-    """Return the seconds in which a network values a batch of observations; on a GPU with the copies."""
+def act_seconds(
+    experiment: Experiment, spec: EnvSpec, code: UserCode, batch: int, device: str, precision: Precision = "fp32"
+) -> float:
+    """Return the seconds in which a network values a batch of observations; on a GPU with the copies.
+
+    On a CPU its products are computed in the format `precision`.
+    """
     network = build_network(experiment.network, experiment.agent, spec, seed=experiment.seed, custom=code.network).to(
         device
     )
     network.explore()
+    if device == "cpu":
+        compute_by_onednn(network)
     observation = {name: torch.from_numpy(leaf) for name, leaf in _zeros(spec, batch, stacked=True).items()}
     state = network.initial_state(batch)
 
     def act() -> None:
         seen = {name: leaf.to(device) for name, leaf in observation.items()}
-        with torch.inference_mode():
+        with torch.inference_mode(), autocast(precision, torch.device("cpu")):
             (network.recall(seen, state.to(device))[0] if network.recurrent else network.q(seen)).cpu()
 
     before = torch.get_num_threads()
@@ -77,7 +86,7 @@ def experience_seconds(spec: EnvSpec, rows: int) -> float:
 
 def batch_seconds(spec: EnvSpec, rows: int) -> float:
     """Return the seconds of packing, copying and unpacking a batch of so many transitions."""
-    message = _batch(spec, rows)
+    message = batch(spec, rows)
     return seconds_of(lambda: codec.roundtrip(message))
 
 
@@ -146,7 +155,8 @@ def experience(spec: EnvSpec, ticks: int, streams: int) -> Experience:
     )
 
 
-def _batch(spec: EnvSpec, rows: int) -> Batch:
+def batch(spec: EnvSpec, rows: int) -> Batch:
+    """Return a batch of so many transitions of nothing."""
     integers, floats = np.zeros(rows, np.int64), np.zeros(rows, np.float32)
     return Batch(
         observation=_zeros(spec, rows, stacked=True),

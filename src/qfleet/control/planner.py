@@ -11,15 +11,18 @@ from qfleet.control.plan import Plan, PlannedRole
 from qfleet.control.planner_leeway import adaptive_asked, balanced, sides, spare_actors
 from qfleet.control.planner_limits import most_actors, replay_bytes, within
 from qfleet.control.prediction import Arrangement, Prediction, Side, Tried, inline, predict, replaying, single_threaded
-from qfleet.control.reasons import load, reasons, why_placed
+from qfleet.control.reasons import load, reasons, why_placed, why_rounded, why_stepping
 from qfleet.control.resources import Resources
+from qfleet.control.rounding import PRECISION, acting_precision, in_bf16
 from qfleet.experiment import Experiment
 from qfleet.roles.inference_server import ServedInference
 
 ALIKE = 0.03
 """Of arrangements that are slower than the fastest by less, the most modest is taken."""
 UNROLLS = (1, 2, 4, 8, 16, 32, 64)
-DRAWN = "learner.updates_per_draw"
+DRAWN, STEPPING = "learner.updates_per_draw", "env.threads"
+GUSTS = 2
+"""Threads that step environments for each core that these find free on average, since at times more are free."""
 ENVS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Environments of an actor that are considered, as multiples of the experiment's."""
 
@@ -31,8 +34,10 @@ def make_plan(
 
     Settings named in `fixed` stay as the experiment has them.
     """
+    known, precision = measured, acting_precision(experiment, measured, fixed)
+    measured = in_bf16(known) if precision == "bf16" else known
     best = _best(experiment, measured, resources, fixed)
-    alone = inline(experiment, measured)
+    alone = inline(experiment, known)
     rates = {"inline": alone.rate, "processes": best[0][1].rate}
     # Inline has nobody who would move inference, and its learners would only take turns.
     beside, placement = adaptive_asked(experiment, fixed) or experiment.learners > 1, max(rates, key=rates.__getitem__)
@@ -45,12 +50,17 @@ def make_plan(
         plan = _inline_plan(experiment, alone)
     else:
         plan = _processes_plan(experiment, measured, resources, best, fixed)
+        if precision != experiment.inference.precision and any(way.inference != "cuda" for way, _ in best):
+            why = why_rounded(known, best[0][0])
+            plan = plan.replace(
+                settings={**plan.settings, PRECISION: precision}, reasons={**plan.reasons, PRECISION: why}
+            )
     made: Plan = plan.replace(
         updates_per_s=(plan.env_steps_per_s or 0.0) * measured.updates_per_step,
         placements=rates,
         reasons={"placement": why_placed(placement, rates, asked), **plan.reasons, **load(experiment, measured)},
         resources=resources,
-        measurements=measured,
+        measurements=known,
     )
     return made
 
@@ -61,19 +71,22 @@ def _best(experiment: Experiment, measured: Measurements, resources: Resources, 
         (way, predict(experiment, measured, resources.cores, way))
         for way in _ways(experiment, measured, resources, fixed)
     ]
-    fastest = max(prediction.rate for _, prediction in tried)
-    alike = [(way, prediction) for way, prediction in tried if prediction.rate >= (1 - ALIKE) * fastest]
-    alike.sort(key=lambda one: _modesty(experiment, one[0]))
+    fastest = max((prediction for _, prediction in tried), key=lambda prediction: prediction.rate)
+    alike = [(way, prediction) for way, prediction in tried if prediction.rate >= (1 - ALIKE) * fastest.rate]
+    alike.sort(key=lambda one: _modesty(experiment, one[0], fastest.leaves_gaps))
     computing, asked = _inference(experiment, measured, fixed), adaptive_asked(experiment, fixed)
     both = (sides(experiment, measured, resources.cores, one, computing, asked) for one in alike)
     return next((found for found in both if len(found) > 1), alike[:1])
 
 
-def _modesty(experiment: Experiment, way: Arrangement) -> tuple[float, ...]:
-    """Return what orders arrangements of about the same speed: fewer roles first, then what changes a run least."""
+def _modesty(experiment: Experiment, way: Arrangement, gaps: bool) -> tuple[float, ...]:
+    """Return what orders arrangements of about the same speed: fewer roles first, then what changes a run least.
+
+    Where even the fastest leaves `gaps`, in which cores idle, to save actors saves nothing: the most come first.
+    """
     envs = abs(math.log(way.envs / experiment.actor.envs))
     drawn, threads = way.learner.updates_per_draw, way.learner.threads
-    return (drawn, way.inference != "local", way.actors, envs, way.unroll, threads, way.groups)
+    return (drawn, way.inference != "local", -way.actors if gaps else way.actors, envs, way.unroll, threads, way.groups)
 
 
 def _ways(
@@ -88,7 +101,7 @@ def _ways(
     groups = [own.groups] if "actor.groups" in fixed else [1] if measured.two_groups is None else [1, 2]
     learners, served = _learners(experiment, measured, fixed), _inference(experiment, measured, fixed)
     choices = product(actors, envs, unrolls, groups, learners, served)
-    for way in (Arrangement(*choice) for choice in choices):
+    for way in (Arrangement(*choice, servers=_servers(experiment, fixed)) for choice in choices):
         count, size, unroll, parts = way.actors, way.envs, way.unroll, way.groups
         smallest = count == min(actors) and size == min(envs, key=lambda one: abs(one - own.envs))
         if parts <= size and (within(experiment, way) or (smallest and unroll == min(unrolls))):
@@ -162,6 +175,9 @@ def _processes_plan(
     if way.learner.updates_per_draw != experiment.learner.updates_per_draw:
         settings[DRAWN] = way.learner.updates_per_draw
     why = reasons(experiment, measured, resources, best)
+    if STEPPING not in fixed and getattr(experiment.env, "threads", None) == 0 and prediction.leaves_gaps:
+        settings[STEPPING] = math.ceil(GUSTS * prediction.free_cores / way.groups)
+        why[STEPPING] = f"{settings[STEPPING]}: {why_stepping(way, prediction)}"
     roles = _roles(experiment, best)
     if balanced(experiment) and not {"actors", "spare_actors"} & set(fixed):
         busy = sum(role.cores for role in roles)
@@ -219,8 +235,8 @@ def _roles(experiment: Experiment, best: Sequence[Tried]) -> tuple[PlannedRole, 
         roles.insert(1, PlannedRole(kind="replay", count=shards, cores=busy, busy=busy / shards))
     device = next((one.inference for one, _ in best if one.inference != "local"), None)
     if device is not None:
-        busy = rate * prediction.inference
-        roles.insert(1, PlannedRole(kind="inference", count=1, cores=busy, busy=busy, device=device))
+        busy, servers = rate * prediction.inference, way.servers
+        roles.insert(1, PlannedRole(kind="inference", count=servers, cores=busy, busy=busy / servers, device=device))
     return tuple(roles)
 
 
@@ -230,12 +246,11 @@ def _memory(experiment: Experiment, measured: Measurements, resources: Resources
 
 
 def _problems(experiment: Experiment, measured: Measurements, resources: Resources) -> tuple[str, ...]:
-    size = replay_bytes(experiment, measured)
-    room = min(resources.memory, resources.shared_memory)
+    size, room = replay_bytes(experiment, measured), resources.memory
     if size <= room:
         return ()
     fitting = experiment.replay.capacity * room // size
     return (
-        f"replay.capacity {experiment.replay.capacity:,} takes {size / 2**30:.2f} GiB of shared memory, but only"
+        f"replay.capacity {experiment.replay.capacity:,} takes {size / 2**30:.2f} GiB of memory, but only"
         f" {room / 2**30:.2f} GiB are free: lower it to {fitting:,} or use replay.storage.kind 'mapped'",
     )

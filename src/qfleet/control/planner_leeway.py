@@ -56,7 +56,7 @@ def _movable(experiment: Experiment, measured: Measurements, way: Arrangement, p
     """Return whether acting holds the run up, and the network takes much of its time."""
     waited_for = max(prediction.learner, prediction.replay / experiment.replay.shards)
     network = at(measured.act, way.envs) >= NETWORK * at(measured.actor_tick, way.envs)
-    return network and prediction.rate * waited_for <= LEARNING
+    return network and prediction.sampling and prediction.rate * waited_for <= LEARNING
 
 
 def spare_actors(

@@ -32,6 +32,8 @@ class Arrangement:
     groups: int
     learner: LearnerCost
     inference: Side = "local"
+    servers: int = 1
+    """How many share the actors, if any."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,16 @@ class Prediction:
     """Environment steps a second."""
     bottleneck: str
     """The kind of role, or "cores", that limits the rate."""
+    sampling: bool = False
+    """Whether it is limited by what actors do, or wait for: not by a learner, or one that takes the cores."""
+    free_cores: float = math.inf
+    """Cores that one actor's environments find free while they step in threads; inf where those are enough, or where
+    sampling does not limit the rate."""
+
+    @property
+    def leaves_gaps(self) -> bool:
+        """Whether environments step in threads and are short of cores then, while some idle as long as actors act."""
+        return math.isfinite(self.free_cores)
 
 
 Tried = tuple[Arrangement, Prediction]
@@ -90,14 +102,15 @@ def predict(experiment: Experiment, measured: Measurements, cores: float, way: A
     replay, learner = kept + batch + message, way.learner.seconds + batch
     if not replaying(experiment):
         replay, learner = 0.0, way.learner.seconds + message
-    beside = inference + replay + way.learner.threads * learner
+    learning = way.learner.threads * learner
+    beside = inference + replay + learning
     cpu = tick.cpu / way.envs + message
     apart = message if replaying(experiment) else message + learner  # rollouts wait for the weights of the one before
     among_others = crowded(tick, cores, way.actors, way.envs * beside)
     alone, actor = (length / way.envs + apart for length in (tick.length, among_others))
     limits = {
         "actor": way.actors / max(actor, _NOTHING),
-        "inference": 1 / max(inference, _NOTHING),
+        "inference": way.servers / max(inference, _NOTHING),
         "replay": experiment.replay.shards / max(replay, _NOTHING),
         "learner": 1 / max(learner, _NOTHING),
         "cores": EFFICIENCY * cores / max(cpu + beside, _NOTHING),
@@ -105,7 +118,10 @@ def predict(experiment: Experiment, measured: Measurements, cores: float, way: A
     slowest = min(limits, key=lambda name: limits[name])
     if slowest != "actor":
         actor = alone  # at a slower pace they crowd each other less
-    return Prediction(actor, cpu, inference, replay, learner, limits[slowest], slowest)
+    sampling = slowest in ("actor", "inference") or (slowest == "cores" and cpu + inference > replay + learning)
+    crowd = sampling and slowest != "inference" and among_others > tick.length
+    free = tick.burst / (among_others - tick.rest) if crowd else math.inf
+    return Prediction(actor, cpu, inference, replay, learner, limits[slowest], slowest, sampling, free)
 
 
 def _acting(measured: Measurements, way: Arrangement) -> tuple[Tick, float]:
@@ -120,8 +136,9 @@ def _acting(measured: Measurements, way: Arrangement) -> tuple[Tick, float]:
     act, request = at(measured.act, way.envs), way.groups * request_side(measured, size)
     own = max(tick - act, 0.0) + request
     curve = measured.act if way.inference == "cpu" else measured.act_cuda
-    asked = way.actors * size
-    served = at(curve, asked) + way.actors * request_side(measured, size)
+    clients = way.actors / way.servers
+    asked = clients * size
+    served = at(curve, asked) + clients * request_side(measured, size)
     if way.groups > 1:
         waited, rest = max(own, served), own
     else:  # it waits for its own values, and for those of others as often as the server is at work for them

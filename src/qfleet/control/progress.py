@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qfleet.control.bottleneck import in_turns, side_by_side
+from qfleet.control.bottleneck import Load, in_turns, side_by_side
+from qfleet.control.cores import Cores
 from qfleet.core.protocols import Report
 from qfleet.experiment import Experiment
 
@@ -24,6 +25,7 @@ _FROM_LEARNER = (
     "weight_bytes",
 )
 _FROM_REPLAY = ("replay_size", "replay_fill", "samples_per_insert")
+_FROM_SERVERS = ("inference_batch", "inference_wait_ms")
 _WORK = {"actor": "env_steps", "learner": "updates", "worker": "gradients", "server": "version"}
 """What the speed of a role is counted in, by its kind: one of its metrics."""
 _COUNTED = {"actors": ("actor",), "learners": ("learner", "worker", "fused"), "shards": ("replay",)}
@@ -35,14 +37,15 @@ class Progress:
 
     def __init__(self, experiment: Experiment, clock: Callable[[], float]) -> None:
         self._budget, self._clock = experiment.env_steps, clock
-        beside = experiment.placement != "inline" and not experiment.lockstep
-        self._bottleneck = side_by_side if beside else in_turns
+        self._beside = experiment.placement != "inline" and not experiment.lockstep
+        self._cores = Cores() if self._beside and experiment.placement == "processes" else None
         self.begin(0, 0)
 
     def begin(self, env_steps: int, updates: int) -> None:
         """Start measuring rates now."""
         self._last = (self._clock(), env_steps, updates)
         self._busy: dict[str, float] = {}
+        self._cpu: dict[str, float] = {}
         self._done: dict[str, float] = {}
 
     def due(self, every_s: float) -> bool:
@@ -75,6 +78,7 @@ class Progress:
         """Return what share of the time each role was busy, how fast it was, and which one holds the others up."""
         record: dict[str, Any] = {}
         shares: dict[str, dict[int, float]] = {}
+        cores: dict[str, float] = {}
         for report in reports:
             name = f"{report.kind}.{report.index}"
             busy = min(1.0, max(0.0, (report.busy_s - self._busy.get(name, 0.0)) / seconds))
@@ -84,13 +88,30 @@ class Progress:
                 shared = shares.setdefault(report.kind, {})
                 shared[process] = min(1.0, shared.get(process, 0.0) + busy)
             record |= {f"{name}.busy": busy, f"{name}.idle": report.idle}
+            if report.queue is not None:
+                record[f"{name}.queue"] = report.queue
+            if report.cpu_s:
+                used = max(0.0, report.cpu_s - self._cpu.get(name, 0.0)) / seconds
+                self._cpu[name] = report.cpu_s
+                record[f"{name}.cores"] = used
+                cores[report.kind] = cores.get(report.kind, 0.0) + used
             if (done := report.metrics.get(_WORK.get(report.kind, ""))) is not None:
                 if name in self._done:
                     record[f"{name}.rate"] = max(0.0, done - self._done[name]) / seconds
                 self._done[name] = done
+        load = self._load(cores)
+        if load is not None:
+            record["cores_busy"] = load.busy
         if shares:
-            record["bottleneck"] = self._bottleneck({kind: list(busy.values()) for kind, busy in shares.items()})
+            by_kind = {kind: list(busy.values()) for kind, busy in shares.items()}
+            record["bottleneck"] = side_by_side(by_kind, load) if self._beside else in_turns(by_kind)
         return record
+
+    def _load(self, used: dict[str, float]) -> Load | None:
+        """Return how busy the machine is whose cores the roles of each kind used; None where there are several."""
+        if self._cores is None or (busy := self._cores.busy()) is None:
+            return None
+        return Load(self._cores.count, busy, used)
 
 
 def _present(reports: Sequence[Report]) -> dict[str, int]:
@@ -112,6 +133,9 @@ def _merged(reports: Sequence[Report]) -> dict[str, float]:
     for name in _COUNTED_BY_ACTORS:
         if any(name in m for m in actors):
             merged[name] = sum(m.get(name, 0.0) for m in actors)
+    servers = [r.metrics for r in reports if r.kind == "inference" and r.metrics.get("inference_requests")]
+    if servers:
+        merged |= {name: sum(m[name] for m in servers) / len(servers) for name in _FROM_SERVERS}
     for kind, names in (("learner", _FROM_LEARNER), ("replay", _FROM_REPLAY)):
         kinds = (kind, "fused", "worker") if kind == "learner" else (kind, "fused")
         first = next((r.metrics for r in reports if r.kind in kinds), {})

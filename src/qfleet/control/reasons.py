@@ -64,9 +64,10 @@ def reasons(
     }[prediction.bottleneck]
     alone = predict(experiment, measured, resources.cores, replace(way, actors=1)).rate
     no_more = "cores and memory hold no more of them" if prediction.bottleneck == "actor" else "more would not help"
+    gaps = "; cores idle while an actor acts, unless others step" if prediction.leaves_gaps and way.actors > 1 else ""
     more = f"; one actor would give {alone:,.0f}" if way.actors > 1 else f"; {no_more}"
     found = {
-        "actors": f"{way.actors}: {prediction.rate:,.0f} steps/s, limited by {limit}{more}",
+        "actors": f"{way.actors}: {prediction.rate:,.0f} steps/s, limited by {limit}{more}{gaps}",
         "actor.envs": _tick(measured, way, prediction),
         "actor.groups": _groups(measured, way),
         "inference": _sides(best) + _inference(measured, way),
@@ -82,6 +83,17 @@ def reasons(
         cost = 1e6 * message_side(measured, steps)
         found["actor.unroll"] = f"{way.unroll}: a message of {steps} steps costs each side {cost:.0f} us"
     return found
+
+
+def why_stepping(way: Arrangement, prediction: Prediction) -> str:
+    """Return why an actor's environments get no more threads than they do."""
+    return f"among {way.actors} actors and the other roles environments find {prediction.free_cores:.1f} cores"
+
+
+def why_rounded(measured: Measurements, way: Arrangement) -> str:
+    """Return why actors compute in another number format than the experiment's."""
+    plain, rounded = (1e3 * at(curve, way.envs) for curve in (measured.act, measured.act_bf16))
+    return f"bf16: {way.envs} observations take a core {rounded:.2f} ms, and {plain:.2f} ms in fp32"
 
 
 def _tick(measured: Measurements, way: Arrangement, prediction: Prediction) -> str:
@@ -116,11 +128,13 @@ def _sides(best: Sequence[Tried]) -> str:
 
 def _inference(measured: Measurements, way: Arrangement) -> str:
     """Say who computes the values, with the figures that decide it."""
-    own, asked = at(measured.act, way.envs), way.actors * way.envs
+    clients = -(-way.actors // way.servers)
+    own, asked = at(measured.act, way.envs), clients * way.envs
     words = f"{way.envs} observations take an actor {1e3 * own:.2f} ms"
     for device, curve in (("cpu", measured.act), ("cuda", measured.act_cuda)):
         if curve:
-            words += f"; a server ({device}) takes {1e3 * at(curve, asked):.2f} ms for the {asked} of all"
+            whose = "all" if way.servers == 1 else f"its {clients} actors"
+            words += f"; a server ({device}) takes {1e3 * at(curve, asked):.2f} ms for the {asked} of {whose}"
     return f"{way.inference}: {words}; a request costs each side {1e6 * request_side(measured, way.envs):.0f} us"
 
 
@@ -132,4 +146,6 @@ def _device(measured: Measurements, way: Arrangement) -> str:
         return f"{one.device}{threads}{drawn}: {1e3 * update:.2f} ms an update"
 
     others = [words(one) for one in measured.learners if one != way.learner]
-    return words(way.learner) + (f" ({'; '.join(others)})" if others else "")
+    rate = measured.copy_bytes_per_s
+    copies = f"; copies to the GPU go at {rate / 1e9:.0f} GB/s" if rate and way.learner.device == "cuda" else ""
+    return words(way.learner) + (f" ({'; '.join(others)})" if others else "") + copies

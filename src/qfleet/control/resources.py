@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import torch
@@ -11,9 +10,9 @@ from pydantic import Field
 
 from qfleet.accel.hardware import cpu_name
 from qfleet.core.config import Config
+from qfleet.core.shared_memory import free_shared_memory
 from qfleet.replay.memory import available_memory
 
-SHARED_MEMORY = Path("/dev/shm")
 _QUOTAS = (
     (Path("/sys/fs/cgroup/cpu.max"), None),
     (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")),
@@ -42,7 +41,7 @@ def look() -> Resources:
         cpu=cpu_name(),
         cores=usable_cores(),
         memory=available_memory(),
-        shared_memory=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
+        shared_memory=free_shared_memory(),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "",
     )
 

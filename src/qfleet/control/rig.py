@@ -93,15 +93,14 @@ def play(rig: Rig, seconds: float, on_gpu: bool) -> Round:
     return Round(actor, replay, learner, _cpu_seconds() - cpu, made, learned)
 
 
-def play_beside(build: Build, experiment: Experiment, seconds: float) -> Round:
-    """Return what some seconds of an experiment in processes made, and the processor time that they took."""
-    with running(build, experiment) as rig:
-        steps, updates, cpu = rig.env_steps.total(), rig.updates.total(), _cpu_seconds()
-        until = time.perf_counter() + seconds
-        while time.perf_counter() < until or rig.env_steps.total() == steps:
-            rig.placement.advance()
-        made, learned = rig.env_steps.total() - steps, rig.updates.total() - updates
-        return Round(0.0, 0.0, 0.0, _cpu_seconds() - cpu, made, learned)
+def play_beside(rig: Rig, seconds: float) -> Round:
+    """Return what some seconds of a rig in processes made, and the processor time that they took."""
+    steps, updates, cpu = rig.env_steps.total(), rig.updates.total(), _cpu_seconds()
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until or rig.env_steps.total() == steps:
+        rig.placement.advance()
+    made, learned = rig.env_steps.total() - steps, rig.updates.total() - updates
+    return Round(0.0, 0.0, 0.0, _cpu_seconds() - cpu, made, learned)
 
 
 def core_share(seconds: float) -> float:

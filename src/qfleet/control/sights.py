@@ -22,6 +22,8 @@ class Sight:
     idle: str
     """What it waits for; empty when it works."""
     metrics: Mapping[str, float]
+    cpu_s: float = 0.0
+    """Processor time, all threads included."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Look:
 
 def look(now: float, env_steps: int, reports: Sequence[Report]) -> Look:
     """Return how the run stands now."""
-    seen = {(r.kind, r.index): Sight(r.busy_s, r.idle_s, r.idle, r.metrics) for r in reports if r.phase in AT_WORK}
+    at_work = [report for report in reports if report.phase in AT_WORK]
+    seen = {(r.kind, r.index): Sight(r.busy_s, r.idle_s, r.idle, r.metrics, r.cpu_s) for r in at_work}
     return Look(now, env_steps, seen)
 
 
@@ -56,6 +59,11 @@ class Span:
     def busy(self, kind: str) -> dict[int, float]:
         """Return the share of the time that each role of a kind worked."""
         return {index: (now.busy_s - then.busy_s) / self.seconds for index, then, now in self._of(kind)}
+
+    def cores(self, kind: str) -> dict[int, float]:
+        """Return how many cores each role of a kind kept busy; a role that works is taken to need one for that time."""
+        used = {index: (now.cpu_s - then.cpu_s) / self.seconds for index, then, now in self._of(kind)}
+        return {index: max(share, used[index]) for index, share in self.busy(kind).items()}
 
     def waits(self, kind: str, reason: str) -> dict[int, float]:
         """Return the share of the time that each role of a kind waited for that reason."""

@@ -62,7 +62,7 @@ class AtariEnv(VectorEnv):
     """
 
     def __init__(self, config: AtariConfig, num_envs: int, evaluation: bool = False) -> None:
-        self._env = _build(config, num_envs, threads=0 if evaluation else config.threads)
+        self._env: Any = _build(config, num_envs, threads=0 if evaluation else config.threads)
         layout = _stacked_layout(config.game, self._env)
         super().__init__(layout, num_envs, RewardShaping(clip=None if evaluation else config.reward_clip))
         self._config = config
@@ -86,8 +86,10 @@ class AtariEnv(VectorEnv):
         return np.repeat(newest[:, :, None], 3, axis=2)
 
     def close(self) -> None:
-        """Close the games."""
-        self._env.close()
+        """Close the games and let go of them: ale-py complains aloud of those that are there when a process ends."""
+        if self._env is not None:
+            self._env.close()
+            self._env = None
 
     def begin(self, action: Ints) -> Callable[[], None]:
         """Let the games' own threads step them."""

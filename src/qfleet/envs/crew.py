@@ -51,6 +51,8 @@ class _Post:
 
     bell: socket.socket | None = None
     deadline: float = math.inf
+    patience: float = 0.0
+    """Seconds from when it was asked, or begun, to its deadline."""
     failures: int = 0
     """Losses in a row."""
     cause: str = ""
@@ -79,7 +81,8 @@ class Crew:
         """Ask a living worker for something that takes it as long as so many steps; it will answer or be lost."""
         post = self._posts[index]
         assert post.bell is not None, "only a living worker can be asked"
-        post.deadline = time.monotonic() + self._timeout * steps
+        post.patience = self._timeout * steps
+        post.deadline = time.monotonic() + post.patience
         with contextlib.suppress(BrokenPipeError, ConnectionResetError, TimeoutError):  # `listen` will notice
             tell(post.bell, code, content)
 
@@ -128,8 +131,7 @@ class Crew:
             if post.spawn_at <= now:
                 self._spawn(index, now)
             elif post.deadline <= now and not self._has_answered(post):
-                waited = f"it has not answered for {self._timeout:g} s (env.step_timeout)"
-                heard.append(self._lose(index, waited))
+                heard.append(self._lose(index, f"it has not answered for {post.patience:g} s (env.step_timeout)"))
         return heard
 
     @staticmethod
@@ -142,8 +144,8 @@ class Crew:
         failures = self._posts[index].failures
         bell = self._nursery.spawn(index)
         bell.settimeout(self._timeout)  # a worker that stops in the middle of a message is lost too
-        deadline = now + max(self._timeout, _START_S)
-        self._posts[index] = _Post(bell, deadline, failures, born_at=now)
+        patience = max(self._timeout, _START_S)
+        self._posts[index] = _Post(bell, now + patience, patience, failures, born_at=now)
         self._by_descriptor[bell.fileno()] = index
         self._poll.register(bell.fileno(), select.POLLIN)
 

@@ -19,6 +19,7 @@ from qfleet.envs.spaces import Layout, MaskMisfit, Misfit
 from qfleet.envs.vector import Moment, VectorEnv
 
 Environment = gymnasium.Env[Any, Any]
+_APART = "with --env.vectorisation async such a fault costs one environment's episode only"
 
 
 class LoopEnv(VectorEnv):
@@ -71,7 +72,7 @@ class LoopEnv(VectorEnv):
         except EnvironmentFault:
             raise
         except Exception as error:
-            raise self._fault(index, raised("step()", error)) from error
+            raise self._raised(index, "step()", error) from error
         frames, mask = self._arrays(observations, infos, None)
         done = np.array(finished, np.int64)
         return Moment(
@@ -109,10 +110,16 @@ class LoopEnv(VectorEnv):
         try:
             first = self._envs[index].reset(seed=seed)
         except Exception as error:
-            raise self._fault(index, raised("reset()", error)) from error
+            raise self._raised(index, "reset()", error) from error
         if seed is not None:
             self._journal.open(index, seed)
         return first
+
+    def _raised(self, index: int, what: str, error: Exception) -> EnvironmentFault:
+        """Return the fault of an environment that raised an exception, which it may do in a process of its own."""
+        fault = self._fault(index, raised(what, error))
+        fault.hint = _APART
+        return fault
 
     def _arrays(
         self, observations: list[Any], infos: list[dict[str, Any]], rows: list[int] | None

@@ -8,13 +8,13 @@ import mmap
 import os
 import shutil
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qfleet.core.errors import QfleetError
+from qfleet.core.shared_memory import REMEDY, TOO_SMALL, shared_memory_root
 from qfleet.core.types import Bools, Ints, Leaves
 from qfleet.envs.spaces import Layout
 
@@ -47,7 +47,7 @@ class Slots:
 
 def shared_file(layout: Layout, count: int) -> int:
     """Return the descriptor of a nameless file with room for the slots; it goes with the last process that has it."""
-    root = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    root = shared_memory_root()
     nbytes = _nbytes(_fields(layout, count))
     with tempfile.TemporaryFile(dir=root) as file:
         try:
@@ -58,8 +58,8 @@ def shared_file(layout: Layout, count: int) -> int:
                 raise
             free = shutil.disk_usage(root).free
             raise QfleetError(
-                f"shared memory is full: {count} environments in processes need {nbytes / 1e6:.1f} MB and "
-                f"{free / 1e6:.1f} MB are free in {root}; make it larger (docker run --shm-size) or lower actor.envs"
+                f"{TOO_SMALL}: {count} environments in processes take {nbytes / 1e6:.1f} MB and {free / 1e6:.1f} MB "
+                f"are free in {root}; {REMEDY}, or lower actor.envs"
             ) from error
         return os.dup(file.fileno())
 

@@ -39,6 +39,7 @@ from qfleet.core.types import (
 from qfleet.core.usercode import UserCode
 from qfleet.envs import EnvConfig, Tick
 from qfleet.envs.stepping import make_stepping
+from qfleet.roles.failing import faults_told
 from qfleet.roles.inference_server import AdaptiveInference, InferenceConfig, LocalInference, ServedInference
 from qfleet.roles.local import LocalActing
 from qfleet.roles.moving import MovingActing
@@ -126,10 +127,11 @@ class Actor(Role):
         life = self._progress.life
         self._rng = seeding.numpy_stream(setup.seed, self.kind, setup.index, seeding.of_life("actions", life))
         self._acting = _acting(setup, handles)
-        self._env = make_stepping(setup.env, envs, setup.actor.groups, setup.code.env)
         first_seed = self._first_env + life * self._total_envs
         seeds = seeding.episode_seeds(setup.seed, "training", envs, first=first_seed)
-        self._pending = Pending(*self._env.reset(seeds))
+        with faults_told(self.kind, setup.index, self._progress):
+            self._env = make_stepping(setup.env, envs, setup.actor.groups, setup.code.env)
+            self._pending = Pending(*self._env.reset(seeds))
         self._waiting = Waiting(self._env.units, self._env.parts)
         # cut since the last message, to be named by the next one: the episodes of a former life are
         self._broken: Ints = np.arange(envs if life else 0)
@@ -161,8 +163,9 @@ class Actor(Role):
         if isinstance(self._recorder, RolloutRecorder) and self._acting.version == self._acted_with:
             return Idle("no newer weights yet", wake_on=self._acting.wake_on, deadline=0.01)
         self._acted_with = self._acting.version
-        if not over and (unfinished := self._play()) is not None:
-            return unfinished
+        with faults_told(self.kind, self._setup.index, self._progress):
+            if not over and (unfinished := self._play()) is not None:
+                return unfinished
         self._ticks = 0
         self._handles.experience.send(self._recorder.message(self._acting.version))
         self._progress.sent(self._recorder.sequence)

@@ -31,8 +31,9 @@ from qfleet.envs import EnvConfig, VectorEnv, make_env
 from qfleet.roles.acting import Acting
 
 Doubles = NDArray[np.float64]
-Playing = Generator[None, None, tuple[Doubles, Ints]]
-"""An evaluation under way: gives control back every few ticks, and in the end scores [N] and lengths [N]."""
+Playing = Generator[bool, None, tuple[Doubles, Ints]]
+"""An evaluation under way: before each tick whether those of one step have been made, in the end scores [N] and lengths
+[N]."""
 _TICKS = 100
 """Ticks of all environments in one step."""
 
@@ -77,6 +78,9 @@ class EvaluatorSetup:
     seed: int
     code: UserCode
     device: str = "cpu"
+    longest_step_s: float | None = None
+    """Seconds after which a step ends between two ticks, however few it has made; None where only their number counts,
+    so that it does not depend on the clock when others have their turn."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +126,17 @@ class Evaluator(Role):
         began = time.perf_counter()
         self._playing = self._playing or self._begin(self._weights)
         try:
-            next(self._playing)
+            while not next(self._playing) and not self._late(began):
+                pass
             self._seconds += time.perf_counter() - began
         except StopIteration as end:
             self._seconds += time.perf_counter() - began
             self._finish(*end.value)
         return WORKED
+
+    def _late(self, began: float) -> bool:
+        longest_s = self._setup.longest_step_s
+        return longest_s is not None and time.perf_counter() - began > longest_s
 
     def _begin(self, weights: Weights) -> Playing:
         self.phase, self._seconds = "evaluating", 0.0
@@ -196,7 +205,7 @@ def playing(
     episodes: int,
     device: str = "cpu",
 ) -> Playing:
-    """Do what `play` does, a few ticks at a time, with a network that is on a device."""
+    """Do what `play` does, a tick at a time, with a network that is on a device."""
     seeds = seeding.episode_seeds(seed, split, episodes)
     rng = seeding.numpy_stream(seed, "evaluator", purpose=split)
     network.eval()
@@ -205,7 +214,7 @@ def playing(
     scores, lengths = [], []
     for at in range(0, episodes, env.num_envs):
         if at:
-            yield
+            yield True
         score, length = yield from _wave(acting, env, seeds[at : at + env.num_envs], config, rng)
         scores.append(score)
         lengths.append(length)
@@ -223,8 +232,7 @@ def _wave(
     score, length = np.zeros(env.num_envs), np.zeros(env.num_envs, np.int64)
     going = np.arange(env.num_envs) < len(seeds)
     for number in range(config.max_episode_steps):
-        if number % _TICKS == _TICKS - 1:
-            yield
+        yield number % _TICKS == _TICKS - 1
         tick = env.step(acting.act(observation, mask, epsilon, rng).action)
         acting.forget(tick.terminated | tick.truncated | ~tick.valid)
         lost = tick.cut[going[tick.cut]]

@@ -18,6 +18,7 @@ from pydantic import Field
 from qfleet.accel.choices import Job, choose
 from qfleet.accel.choose import workload
 from qfleet.accel.config import AccelConfig
+from qfleet.accel.onednn import compute_by_onednn
 from qfleet.accel.serving import BatchedValues, Values, rounded
 from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.flat import FlatParameters
@@ -149,6 +150,7 @@ class InferenceServer(Role):
         """Return what values actions in fewer bits: the learner's on a GPU; None where it is the network itself."""
         setup = self._setup
         if device.type == "cpu":
+            compute_by_onednn(network)
             return rounded(network.q, setup.inference.precision)
         if network.recurrent:
             return None

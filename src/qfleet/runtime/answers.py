@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qfleet.core.errors import QfleetError, RoleFailure
+from qfleet.core.errors import EnvironmentFault, QfleetError, RoleFailure
 from qfleet.core.protocols import Report
 from qfleet.core.role import WORKED, Status
 
@@ -35,6 +35,10 @@ class Answer:
     """Of a report that was asked for."""
     lost: bool = False
     """Of a failure: whether somebody whom it worked with was gone."""
+    fault: bool = False
+    """Of a failure: whether it was an environment's, and not the role's own."""
+    hint: str = ""
+    """Of such a one: what would make it cost less, where that is known."""
 
 
 def failed(error: Exception) -> Answer:
@@ -43,6 +47,8 @@ def failed(error: Exception) -> Answer:
     if isinstance(error, RoleFailure):
         lost = isinstance(error.__cause__, ConnectionError)
         return Answer("failed", error.cause, error.exit_code, trace, lost=lost)
+    if isinstance(error, EnvironmentFault):
+        return Answer("failed", str(error), error.exit_code, trace, fault=True, hint=error.hint)
     if isinstance(error, QfleetError):
         return Answer("failed", str(error), error.exit_code, trace)
     cause, lost = f"{type(error).__name__}: {error}", isinstance(error, ConnectionError)

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from qfleet.core import failpoints, history
+from qfleet.core.memory import keep_freed_memory
 from qfleet.core.protocols import Report
 from qfleet.core.waiting import Waiter
 from qfleet.runtime.answers import Answer, failed
@@ -60,6 +61,7 @@ def live(told: bytes, control: Connection, supervisor: int) -> None:
     os.setpgid(0, 0)  # so that what the role starts can be ended with it
     name_process(setup.name)
     set_threads(setup.threads)
+    keep_freed_memory()
     if setup.background:
         be_nice()
     note_last_words(setup.last_words)

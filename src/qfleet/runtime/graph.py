@@ -154,3 +154,9 @@ def ends(handles: Any) -> list[End]:
 
     open_handles(handles, collect)
     return found
+
+
+def received_streams(graph: Graph) -> dict[str, list[str]]:
+    """Return the streams that each role receives from, by its name; who receives from none is left out."""
+    found = {node.name: [end.edge for end in ends(node.handles) if end.side == "receiver"] for node in graph.nodes}
+    return {name: edges for name, edges in found.items() if edges}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from qfleet.core.role import State
 from qfleet.core.types import Notice
 from qfleet.runtime import checkpoint, edgestates
 from qfleet.runtime.captured import Captured
-from qfleet.runtime.graph import End, Graph
+from qfleet.runtime.graph import End, Graph, received_streams
 from qfleet.runtime.host import Host, build
 from qfleet.runtime.keeps import LocalKeep
 from qfleet.runtime.writing import OwnWriting
@@ -145,6 +146,7 @@ class InlinePlacement:
         self._edges: dict[str, Any] = {}
         self._optional: set[str] = set()
         self._subscribers: dict[str, LocalSubscriber] = {}
+        self._received = received_streams(graph)
         self._host = Host([build(node, self.open) for node in graph.nodes])
 
     def open(self, end: Any) -> Any:
@@ -173,8 +175,12 @@ class InlinePlacement:
         self._host.round()
 
     def reports(self) -> list[Report]:
-        """Return what is known of every role now."""
-        return [hosted.report() for hosted in self._host.hosted]
+        """Return what is known of every role now, with how many messages wait for it."""
+        return [replace(hosted.report(), queue=self._queue(hosted.node.name)) for hosted in self._host.hosted]
+
+    def _queue(self, name: str) -> int | None:
+        edges = self._received.get(name)
+        return sum(len(self._edges[edge].queue) for edge in edges) if edges else None
 
     def incidents(self) -> list[Incident | Notice]:
         """Return nothing: one process lives or dies as a whole."""

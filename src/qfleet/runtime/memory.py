@@ -14,16 +14,13 @@ import os
 import secrets
 import shutil
 import signal
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from qfleet.core.errors import ConfigError, QfleetError
+from qfleet.core.errors import QfleetError
+from qfleet.core.shared_memory import REMEDY, TOO_SMALL, free_shared_memory, shared_memory_root
 from qfleet.runtime.framing import Buffer, Frame, Sealed
-
-ELSEWHERE = "QFLEET_SHARED_MEMORY"
-"""The variable that names another folder for shared memory; best one that lies in memory too."""
 
 
 class NoRoom(QfleetError):
@@ -37,9 +34,8 @@ class NoRoom(QfleetError):
         """Return the message for the person who can change the setting."""
         remedy = f", or lower {setting}" if setting else ""
         return (
-            f"shared memory is too small: {what} takes {self._needed / 1e6:.1f} MB and {self._free / 1e6:.1f} MB are "
-            f"free in {self._root}; make it larger (docker run --shm-size=...), name another folder by {ELSEWHERE}"
-            f"{remedy}"
+            f"{TOO_SMALL}: {what} takes {self._needed / 1e6:.1f} MB and {self._free / 1e6:.1f} MB are "
+            f"free in {self._root}; {REMEDY}{remedy}"
         )
 
 
@@ -62,21 +58,10 @@ class RunFolder:
         os.close(self._lock)
 
 
-def shared_memory_root() -> Path:
-    """Return the folder that lies in memory, or the temporary folder where a system has none; or the one wished for."""
-    if wished := os.environ.get(ELSEWHERE):
-        if not os.access(wished, os.W_OK | os.X_OK):
-            raise ConfigError(f"{ELSEWHERE} is '{wished}', which is not a folder that can be written to")
-        return Path(wished)
-    shared = Path("/dev/shm")
-    return shared if shared.is_dir() else Path(tempfile.gettempdir())
-
-
-def free_bytes(root: Path | None = None) -> int:
+def free_bytes() -> int:
     """Return how much fits the shared-memory folder, once the leftovers of dead runs are removed."""
-    root = root or shared_memory_root()
-    remove_leftovers(root)
-    return shutil.disk_usage(root).free
+    remove_leftovers(shared_memory_root())
+    return free_shared_memory()
 
 
 def remove_leftovers(root: Path) -> list[Path]:

@@ -49,7 +49,6 @@ class ProcessPlacement(ComingsPlacement):
         self._payloads = {node.name: _payload(node) for node in graph.nodes}
         self._folder = RunFolder()
         self._setups: dict[str, RoleSetup] = {}
-        self._warn_of_crowd(len(os.sched_getaffinity(0)))
         atexit.register(self.close)  # before multiprocessing's own handler, which would wait for the children
         try:
             lay_out(graph, self._folder.path)

@@ -60,7 +60,8 @@ class RayPlacement(RoamingPlacement):
     `on_gpus` get a GPU, or a part of one, and are spawned; those of kinds in `anywhere` are only where there are
     `needs`. The autoscaler of a cluster that was joined is asked for room for `wanted` of them, besides the others. Of
     groups whose kinds are in `across` all but the first role may be on other nodes, where this one has no room, and in
-    their next lives elsewhere when their node is lost.
+    their next lives elsewhere when their node is lost. `tell_cpus` is told, before any role begins, how many CPUs the
+    cluster has.
     """
 
     name = "ray"
@@ -82,6 +83,7 @@ class RayPlacement(RoamingPlacement):
         needs: Mapping[str, float] | None = None,
         wanted: int = 0,
         across: Collection[str] = (),
+        tell_cpus: Callable[[float], object] = lambda cpus: None,
         **revival: Unpack[Revival],
     ) -> None:
         super().__init__(graph, away, shared, **revival)
@@ -111,7 +113,7 @@ class RayPlacement(RoamingPlacement):
             self._homes = dict.fromkeys(self._nodes, nodes[0]) | dealt
             self._here, *others = dict.fromkeys([nodes[0], *self._homes.values()])
             self._grounds.require(others)
-            self._warn_of_crowd(ray.cluster_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]
+            tell_cpus(ray.cluster_resources().get("CPU", 0.0))  # type: ignore[no-untyped-call]
             homes = {member.name: self._homes[member.name] for member in self.crew}
             gpus = ray_cluster.gpu_shares({name: home for name, home in self._homes.items() if name in self._on_gpus})
             roaming = {node.name: self._needs for node in graph.nodes if node.kind in anywhere}

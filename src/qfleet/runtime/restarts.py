@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+_LONGEST_S = 60.0
+"""No next life is waited for longer."""
+
 
 class Restarts:
     """Counts the deaths of each role after short lives, of which `most` in a row are survived.
@@ -23,8 +26,8 @@ class Restarts:
         self._deaths[name] = count
         if count > self._most:
             return None
-        return 0.0 if count == 1 else 2.0 ** (count - 2)
+        return 0.0 if count == 1 else min(2.0 ** min(count - 2, 10), _LONGEST_S)
 
-    def in_a_row(self, name: str) -> int:
-        """Return how many deaths of a role followed each other after short lives."""
-        return self._deaths.get(name, 0)
+    def too_many(self, name: str) -> str:
+        """Return how many deaths of a role followed each other after short lives, and the setting that allows fewer."""
+        return f"that was death {self._deaths.get(name, 0)} within a short time (survival.restarts {self._most})"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, Unpack
@@ -16,7 +18,7 @@ from qfleet.core.types import Notice
 from qfleet.runtime import checkpoint
 from qfleet.runtime.answers import Answer, Command
 from qfleet.runtime.channels import Ports, StreamLevels, edge_stem
-from qfleet.runtime.graph import Graph, Node, ends, open_handles
+from qfleet.runtime.graph import Graph, Node, ends, open_handles, received_streams
 from qfleet.runtime.groups import Groups
 from qfleet.runtime.restarts import Restarts
 from qfleet.runtime.streams import desert
@@ -28,10 +30,10 @@ STOP_S, KILL_S = 5.0, 5.0
 """How long a life may take to close its role, and to be gone after it was killed."""
 _QUICK_S = 10.0
 """A role that works for so long before it dies again is worth another life, however often that happens."""
+_CLOSING_S = 1.0
+"""How long a role whose environment broke may take to close it, and what that may have started."""
 _CULPRIT_S = 0.3
 """How long the death is waited for that one of a group complains of."""
-_CROWDED = 4
-"""Processes for each core from which on a person is told."""
 
 
 class Life(Protocol):
@@ -94,6 +96,7 @@ class RevivingPlacement(SupervisedPlacement):
         self._brief = {node.name for node in graph.nodes if node.kind in revival.get("brief", ())}
         self._restarts, self._standstill = Restarts(revival.get("restarts", 5), _QUICK_S), Standstill()
         self._watchdog = Watchdog(revival.get("stall", 60.0))
+        self._received = received_streams(graph)
         self._ports: dict[str, Ports] = {}
         self._lives: dict[str, Life] = {}
         self._due: dict[str, float] = {}
@@ -119,13 +122,14 @@ class RevivingPlacement(SupervisedPlacement):
         """Return the process numbers of the living by node name, where they are known, for tools that watch or kill."""
         return {name: life.pid for name, life in self._lives.items() if life.pid}
 
-    def _warn_of_crowd(self, cores: float) -> None:
-        if len(self.crew) > _CROWDED * cores:
-            text = (
-                f"{len(self.crew)} processes share {cores:g} cores: they will wait for each other; fewer actors may be"
-                " faster"
-            )
-            self._incidents.append(Notice("supervisor", 0, "crowded", text))
+    def reports(self) -> list[Report]:
+        """Return the newest report of every role, with how many messages wait for it."""
+        reports = super().reports()
+        if self._closed:
+            return reports
+        waiting = {level.edge: level.sent - level.taken for level in self._levels.read()}
+        queues = {name: sum(waiting[edge] for edge in edges) for name, edges in self._received.items()}
+        return [replace(report, queue=queues.get(f"{report.kind}-{report.index}")) for report in reports]
 
     def _tell(self, member: Member, command: Command, argument: str) -> None:
         if member.name in self._lives:
@@ -149,15 +153,20 @@ class RevivingPlacement(SupervisedPlacement):
         for member in self.crew:
             if member.name in self._lives:
                 said = self._lives[member.name].hear()
-                heard += [(member, self._judged(member, item)) for item in said]
+                ready = member.built or any(isinstance(item, Answer) and item.what == "built" for item in said)
+                heard += [(member, self._judged(member, item, ready)) for item in said]
                 if said:
                     self._watchdog.heard(member.name, now)
         return heard
 
-    def _judged(self, member: Member, heard: Answer | Report) -> Answer | Report:
-        """Return what one of a group said; that its peers are gone is no fault of its own, but the end of its life."""
+    def _judged(self, member: Member, heard: Answer | Report, ready: bool) -> Answer | Report:
+        """Return what a role said; of a failure that is not its own it has died: its peers are gone, or its environment
+        broke, and the role was ready before."""
         if isinstance(heard, Answer) and heard.lost and self._groups.drawn[member.name] > 1:
             return Answer("died", heard.cause, lost=True)
+        if isinstance(heard, Answer) and heard.fault and ready and self._replaceable(member):
+            self._lives[member.name].join(time.monotonic() + _CLOSING_S)
+            return dataclasses.replace(heard, what="died", cause=heard.cause.rstrip("."))
         return heard
 
     def _replaceable(self, member: Member) -> bool:
@@ -177,7 +186,7 @@ class RevivingPlacement(SupervisedPlacement):
         group = self._groups.of(member.name)
         delay = self._restarts.delay(group[0], member.lived_s)
         if delay is None:
-            return f"{cause}; that was death {self._restarts.in_a_row(group[0])} within a short time"
+            return f"{cause}; {self._restarts.too_many(group[0])}"
         due = time.monotonic() + delay  # the same for all: who is begun a moment earlier keeps the others from it
         for name in group:
             self._due[name] = due

@@ -280,7 +280,8 @@ class SupervisedPlacement(ABC):
         failures = [(member, answer) for member, answer in answers if answer.what == "failed"]
         for member, answer in answers:
             if answer.what == "died" and (end := self._bury(member, answer.cause)):
-                failures.append((member, dataclasses.replace(answer, cause=end)))
+                cause = f"{end}; {answer.hint}" if answer.hint else end
+                failures.append((member, dataclasses.replace(answer, cause=cause)))
         if failures:
             self._fail(failures)
         return answers

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from qfleet.core.protocols import Report
 from qfleet.runtime.streams import Level
 
-_LONG_PHASE_S = 600.0
-"""How long a phase other than "running" may last: building, compiling, evaluating, saving."""
-_SILENT_S = 4.0
-"""How long a process may give no sign of life while the others stand still: it gives two a second."""
+_LONG_PHASE_S, _LONGER = 600.0, 10
+"""How long a phase other than "running" may last: building, compiling, evaluating, saving; or so many times as long as
+a step in that one, if that is longer."""
+_SILENT_S, _SILENT_PART = 4.0, 1 / 15
+"""How long a process may give no sign of life while the others stand still: it gives two a second, unless an
+environment keeps Python to itself; or such a part of a step in the phase "running", if that is longer."""
 _HURRIED_S = 3.0
 """How long a step may still take when a person wants the run to end, in phases that are done anew at little cost."""
 _STANDSTILL_S = 10.0
@@ -53,17 +55,20 @@ class Watchdog:
         While all are `pausing`, nobody waits long for a process that is silent; and when a person has waited for the
         end of the run for `hurried_s` seconds, nor for a step: its environment may hang.
         """
-        limit = self.stall if report.phase == "running" and replaceable else _LONG_PHASE_S
+        long_s = max(_LONG_PHASE_S, _LONGER * self.stall)
+        limit = self.stall if report.phase == "running" and replaceable else long_s
         silent = now - self._heard.get(name, now)
-        if pausing and replaceable and report.phase != "starting" and _SILENT_S < silent <= limit:
+        quiet_s = max(_SILENT_S, _SILENT_PART * self.stall)
+        if pausing and replaceable and report.phase != "starting" and quiet_s < silent <= limit:
             return f"its process was silent for {silent:.0f} s while the others waited for it"
         hurried = replaceable and report.phase in ("running", "evaluating") and hurried_s > _HURRIED_S
         if hurried and report.step_s > _HURRIED_S:
             return f"it held up the end of the run: {report.step_s:.0f} s in one step, in phase '{report.phase}'"
+        where = f"in phase '{report.phase}' (survival.stall_s {self.stall:g})"
         if report.step_s > limit:
-            return f"it hung: {report.step_s:.0f} s in one step, in phase '{report.phase}'"
+            return f"it hung: {report.step_s:.0f} s in one step, {where}"
         if silent > limit:
-            return f"it hung: its process was silent for {silent:.0f} s, in phase '{report.phase}'"
+            return f"it hung: its process was silent for {silent:.0f} s, {where}"
         return ""
 
 

@@ -127,7 +127,7 @@ class Worker:
         # What a former phase of the same step took must not be held against this one.
         step_s = time.monotonic() - max(since, self._phase[1])
         own, *guests = [replace(report, phase=phase, step_s=step_s) for report in self._reports]
-        return [own, *(replace(guest, host=own.index) for guest in guests)]
+        return [replace(own, cpu_s=time.process_time()), *(replace(guest, host=own.index) for guest in guests)]
 
     def _occupation(self) -> tuple[str, float]:
         """Return the phase, and since when the worker is in one piece of work; now if it waits."""

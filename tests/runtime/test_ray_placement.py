@@ -234,6 +234,24 @@ def test_a_cluster_that_cannot_be_joined_is_told_with_the_remedy(monkeypatch: py
             connect(client)
 
 
+def test_whoever_waits_for_ray_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from qfleet.core.announcing import heard_by
+    from qfleet.runtime import ray_cluster, ray_head
+
+    told: list[str] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **settings: told.append("it starts"))
+    monkeypatch.setattr(ray_cluster, "start_local", lambda: told.append("it starts"))
+    with heard_by(told.append):
+        assert ray_cluster.connect(None)
+        with answering(ray_head._GREETING[-9:]) as address:
+            assert ray_cluster.connect(address)
+    first, second = "starting a Ray of this machine", f"joining the Ray cluster at {address}"
+    assert told == [first, "it starts", second, "it starts"]
+
+
 @contextlib.contextmanager
 def answering(text: bytes) -> Iterator[str]:
     """Have somebody listen who says this to each who comes, and then nothing; returns the address."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from qfleet.core.announcing import announce
 from qfleet.core.errors import ConfigError, MissingExtra
 from qfleet.core.versions import versions
 
@@ -111,9 +112,11 @@ def connect(address: str | None) -> bool:
     if ray.is_initialized():
         return False
     if address is None:
+        announce("starting a Ray of this machine")
         start_local()
         return True
     head = find_head(address)
+    announce(f"joining the Ray cluster at {head}")
     try:
         ray.init(address=head, **_QUIET)
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:

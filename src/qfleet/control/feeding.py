@@ -73,11 +73,11 @@ def feed_cost(setup: LearnerSetup, config: ReplayConfig, mirrored: bool) -> Feed
         store=seconds_of(store) / rows,
         draw=seconds_of(draw) / updates,
         message=seconds_of(lambda: codec.roundtrip(batches[-1])) / updates,
-        update=_update_seconds(setup, batches, _Rows(replay) if mirrored else None),
+        update=_update_seconds(setup, batches, ReplayRows(replay) if mirrored else None),
     )
 
 
-class _Rows:
+class ReplayRows:
     """A replay's memory as a learner sees it."""
 
     def __init__(self, replay: Replay) -> None:
@@ -91,7 +91,7 @@ class _Rows:
         return column.array
 
 
-def _update_seconds(setup: LearnerSetup, batches: list[Batch], rows: _Rows | None) -> float:
+def _update_seconds(setup: LearnerSetup, batches: list[Batch], rows: ReplayRows | None) -> float:
     with format_put_back():
         learning = build_learning(setup, Learner.kind, None)
         if rows is not None:

@@ -86,3 +86,17 @@ def test_a_copy_computes_with_its_own_weights() -> None:
         layer.weight.zero_()
         torch.testing.assert_close(target(rows), before, rtol=0, atol=0)
         assert (layer(rows) == layer.bias).all()
+
+
+def test_a_gradient_can_be_differentiated_as_torchs_own_can() -> None:
+    """Its derivative was 0 without a word, so that a network with a gradient penalty had none."""
+    own = nn.Linear(512, 512)
+    ours, penalties = copy.deepcopy(own), []
+    compute_by_onednn(ours)
+    for layer in (own, ours):
+        rows = torch.ones(64, 512, requires_grad=True)
+        (slope,) = torch.autograd.grad(layer(rows).square().sum(), rows, create_graph=True)
+        slope.square().mean().backward()
+        penalties.append(layer.weight.grad)
+    assert penalties[0].abs().max() > 0
+    torch.testing.assert_close(penalties[1], penalties[0], rtol=1e-4, atol=1e-4)

@@ -51,9 +51,11 @@ class _Dense(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         (outputs,), (rows, weight) = gradients, ctx.saved_tensors
         of_rows, of_weight, of_bias = ctx.needs_input_grad
+        # Grad mode is on where somebody wants to differentiate the gradient, which torch cannot through oneDNN's.
+        product = nn.functional.linear if torch.is_grad_enabled() else _product
         return (
-            _product(outputs, weight.t()) if of_rows else None,
-            _product(outputs.t(), rows.t()) if of_weight else None,
+            product(outputs, weight.t()) if of_rows else None,
+            product(outputs.t(), rows.t()) if of_weight else None,
             outputs.sum(0) if of_bias else None,
         )
 

@@ -55,6 +55,7 @@ def actor_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index: in
         env_steps=experiment.env_steps,
         code=code,
         inference=experiment.inference,
+        accel=experiment.accel,
         valued=experiment.values_by_actors,
     )
 

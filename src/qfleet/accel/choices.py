@@ -29,6 +29,8 @@ from qfleet.algo.steps import GradientStep, StepFactory
 
 CHANGED = "computed in another way than before it was cut (accel, or numba): it goes on, but not to the byte"
 """What to tell a person whose run is computed in another way than before."""
+_BEFORE = {"onednn": False}
+"""What was so in runs whose fingerprint does not say it."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,10 @@ class Choices:
     def fingerprint(self) -> dict[str, Any]:
         """What the last bits of the run's numbers depend on, as it is saved."""
         return {**self.settings.model_dump(), "loops": self.loops, "onednn": self.onednn}
+
+    def differ_from(self, saved: Mapping[str, Any]) -> bool:
+        """Return whether a run that was saved with this fingerprint, if any, had other last bits."""
+        return bool(saved) and {**self.fingerprint, **_BEFORE, **saved} != self.fingerprint
 
     @property
     def recorded(self) -> bool:
@@ -115,7 +121,7 @@ def choose(job: Job, network: QNetwork) -> Choices:
         keep_channels_last(network)
     elif settings.compile and hardware.kind == "cuda":
         compute_by_products(network)
-    onednn = hardware.kind == "cpu" and not small and job.accel.kernels != "off" and compute_by_onednn(network)
+    onednn = hardware.kind == "cpu" and not small and compute_by_onednn(network, job.accel, job.workload.foreign)
     small_cnn = hardware.kind == "cuda" and settings.kernels and scale is None and _is_small_cnn(network, job)
     gradient: GradientFactory
     if small:

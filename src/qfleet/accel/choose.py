@@ -43,10 +43,15 @@ class Workload:
     """Samples of one update."""
 
     @property
+    def foreign(self) -> bool:
+        """Whether the network is a user's own."""
+        return "class" in self.network
+
+    @property
     def inputs(self) -> Inputs:
         """Images where any leaf has height and width; frames where it is large, and the network one of our own."""
         shapes = [leaf["shape"] for leaf in self.observations.values() if len(leaf["shape"]) == 3]
-        if any(min(shape[1:]) >= LARGE for shape in shapes) and "class" not in self.network:
+        if any(min(shape[1:]) >= LARGE for shape in shapes) and not self.foreign:
             return "frames"
         return "images" if shapes else "vectors"
 

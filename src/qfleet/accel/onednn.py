@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from qfleet.accel.config import AccelConfig
 
 LEAST = 1 << 22
 """Multiplications of a product below which calling oneDNN costs more than it saves.
@@ -17,26 +18,32 @@ ROWS = 512
 """Layers whose products are smaller even for so many rows stay as they are."""
 
 
-def compute_by_onednn(network: nn.Module) -> bool:
+def compute_by_onednn(network: nn.Module, accel: AccelConfig, foreign: bool) -> bool:
     """Let plain dense layers compute large float32 products by oneDNN, where torch has it; their weights stay put.
 
-    Returns whether there is any layer that may have such products.
+    Returns whether there is any layer that may have such products. `foreign` networks are left as they are: nobody
+    knows what else is done with their layers.
     """
-    if not (torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+    there = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if foreign or not there or accel.kernels == "off":
         return False
     layers = [module for module in network.modules() if type(module) is nn.Linear]
     large = [layer for layer in layers if ROWS * layer.weight.numel() >= LEAST]
     for layer in large:
-        layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
+        layer.__class__ = OneDnnLinear
     return bool(large)
 
 
-def _forward(layer: nn.Linear, rows: Tensor) -> Tensor:
-    """Map [B, I] to [B, O] as `layer` does."""
-    small = rows.dim() != 2 or len(rows) * layer.weight.numel() < LEAST
-    if small or rows.dtype != torch.float32 or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
-        return nn.Linear.forward(layer, rows)
-    return _Dense.apply(rows, layer.weight, layer.bias)  # type: ignore[no-untyped-call,no-any-return]
+class OneDnnLinear(nn.Linear):
+    """A dense layer whose large products are oneDNN's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map [..., I] to [..., O]."""
+        small = input.dim() != 2 or len(input) * self.weight.numel() < LEAST
+        elsewhere = input.dtype != torch.float32 or input.device.type != "cpu"
+        if small or elsewhere or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+            return super().forward(input)
+        return _Dense.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Dense(torch.autograd.Function):

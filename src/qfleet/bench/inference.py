@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from qfleet.accel.config import AccelConfig
+from qfleet.accel.onednn import compute_by_onednn
 from qfleet.accel.serving import rounded
 from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.networks import NetworkConfig, build_network
@@ -167,6 +168,7 @@ class Asker(Role):
             self._acting = ServedActing(AGENT, setup.envs, handles.requests, handles.replies, life=0, resend_s=60.0)
         else:
             network = build_network(setup.work.network, AGENT, setup.work.spec, seed=0)
+            compute_by_onednn(network, AccelConfig(), foreign=False)
             self._acting = LocalActing(network, setup.envs, torch.Generator(), handles.weights)
         self._observation = _observations(setup.work, setup.envs)
         self._envs, self._epsilon = np.arange(setup.envs), np.zeros(setup.envs, np.float32)

@@ -61,7 +61,7 @@ def act_seconds(
     )
     network.explore()
     if device == "cpu":
-        compute_by_onednn(network)
+        compute_by_onednn(network, experiment.accel, foreign=code.network is not None)
     observation = {name: torch.from_numpy(leaf) for name, leaf in _zeros(spec, batch, stacked=True).items()}
     state = network.initial_state(batch)
 

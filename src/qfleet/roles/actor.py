@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
+from qfleet.accel.config import AccelConfig
+from qfleet.accel.onednn import compute_by_onednn
 from qfleet.algo.agent import AgentConfig, ReplayAgent
 from qfleet.algo.exploration import ExplorationConfig, epsilons
 from qfleet.algo.networks import NetworkConfig, build_network
@@ -90,6 +92,7 @@ class ActorSetup:
     inference: InferenceConfig = field(default_factory=LocalInference)
     begun: int = 0
     """How many the run begins with, all where 0: those that join later explore as these do."""
+    accel: AccelConfig = field(default_factory=AccelConfig)
     valued: bool = False
     """Whether replay makes the first priorities of the values that the actor acted by."""
 
@@ -343,6 +346,7 @@ def _served(setup: ActorSetup, handles: ActorHandles, inference: ServedInference
 def _local(setup: ActorSetup, handles: ActorHandles) -> LocalActing:
     assert handles.weights is not None
     network = build_network(setup.network, setup.agent, setup.spec, seed=setup.seed, custom=setup.code.network)
+    compute_by_onednn(network, setup.accel, foreign=setup.code.network is not None)
     purpose = seeding.of_life("noise", 0 if handles.keep is None else handles.keep.life)
     noise = seeding.torch_stream(setup.seed, Actor.kind, setup.index, purpose)
     return LocalActing(network, setup.actor.envs, noise, handles.weights, setup.inference.precision, handles.keyframes)

@@ -289,7 +289,7 @@ class GradientWorker(Role):
             self._publishing.load_state_dict(state["publishing"])
         self._feed.load_state_dict(state["feed"])
         self._unsent = deque(state["unsent"])
-        if {**self._settings, **state["settings"]} != self._settings:
+        if self._learning.choices is not None and self._learning.choices.differ_from(state["settings"]):
             self._notice("accel_changed", CHANGED)
 
     @property

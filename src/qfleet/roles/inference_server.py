@@ -150,7 +150,7 @@ class InferenceServer(Role):
         """Return what values actions in fewer bits: the learner's on a GPU; None where it is the network itself."""
         setup = self._setup
         if device.type == "cpu":
-            compute_by_onednn(network)
+            compute_by_onednn(network, setup.accel, foreign=setup.code.network is not None)
             return rounded(network.q, setup.inference.precision)
         if network.recurrent:
             return None

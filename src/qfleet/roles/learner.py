@@ -348,7 +348,7 @@ class Learner(Role):
         if joining is not None:
             joining.load_state_dict(state.get("joining", {}))
         self._updating, self._unsent = self._learning.updating(self._setup), deque(state.get("unsent", ()))
-        if {**self._settings, **state.get("settings", {})} != self._settings:
+        if self._choices is not None and self._choices.differ_from(state.get("settings", {})):
             self._notice("accel_changed", CHANGED)
 
     @property

@@ -7,7 +7,6 @@ from collections import deque
 import numpy as np
 import torch
 
-from qfleet.accel.onednn import compute_by_onednn
 from qfleet.accel.precision import Precision, autocast
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.networks import QNetwork
@@ -36,7 +35,6 @@ class LocalActing:
     ) -> None:
         """Take over a new network for `envs` environments, and the generator of its weight noise."""
         self._precision = precision
-        compute_by_onednn(network)
         self._network, self._noise = network.explore(), noise
         network.set_generator(noise)
         self._weights = WeightReader(FlatParameters(network), weights, keyframes)

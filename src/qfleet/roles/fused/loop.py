@@ -167,5 +167,5 @@ class Loop(ABC):
         self.update.prepare()
         self.set_epsilon()
         self._seen, self._recent = self.player.finished.tolist(), {}
-        if {**self.choices.fingerprint, **state["settings"]} != self.choices.fingerprint:
+        if self.choices.differ_from(state["settings"]):
             self.report = CHANGED

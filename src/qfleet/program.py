@@ -120,7 +120,7 @@ def build_program(experiment: Experiment, spec: EnvSpec, code: UserCode, directo
     graph = Graph()
     models_in, models_out = graph.stream("models", capacity=1)
     evaluated_in, evaluated_out = graph.stream("evaluated", capacity=64)
-    notices_in, notices_out = graph.stream("notices", capacity=64)
+    notices_in, notices_out = graph.stream("notices", capacity=64, aside=True)
 
     experience, incidents = _add_actors(graph, experiment, spec, code)
     if isinstance(experiment.agent, ReplayAgent):
@@ -200,7 +200,7 @@ def _add_actors(
     own_network = served is None or isinstance(inference, AdaptiveInference)
     for index in range(experiment.seats):
         sender, receiver = graph.stream(f"experience-{index}", prefetch(experiment), views=True, setting="actor.envs")
-        notices_in, notices_out = graph.stream(f"notices-{index}", capacity=16, optional=True)
+        notices_in, notices_out = graph.stream(f"notices-{index}", capacity=16, optional=True, aside=True)
         handles = ActorHandles(
             experience=sender,
             events=notices_in,
@@ -362,7 +362,7 @@ def _add_serving(
     servers, workers, notices = range(experiment.serving.servers), range(len(feeds)), []
     pushes = {(w, s): graph.stream(f"gradients-{w}-{s}", capacity=2, views=True) for w in workers for s in servers}
     for worker, feed in enumerate(feeds):
-        told, heard = graph.stream(f"notices-worker-{worker}", capacity=16)
+        told, heard = graph.stream(f"notices-worker-{worker}", capacity=16, aside=True)
         notices.append(heard)
         handles = WorkerHandles(
             batches=feed.batches,
@@ -380,7 +380,7 @@ def _add_serving(
         )
         graph.add(GradientWorker, serving_setup(experiment, spec, code, worker), handles)
     for server in servers:
-        told, heard = graph.stream(f"notices-server-{server}", capacity=16)
+        told, heard = graph.stream(f"notices-server-{server}", capacity=16, aside=True)
         notices.append(heard)
         serving = ServerHandles(
             gradients=tuple(pushes[worker, server][1] for worker in workers),

@@ -51,7 +51,7 @@ from qfleet.setups import learner_device
 from qfleet.sharing import crossing_bytes, require_shared_memory
 
 _QUICK_S = 60.0
-"""A death is quick that comes sooner than this after the run began or went back."""
+"""A death is quick that comes sooner than this after the run began or went back, or before a checkpoint did."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,16 @@ class Session:
         """Train to the end, also over deaths after which all must go back to a checkpoint."""
         restarts = Restarts(self.experiment.survival.restarts, _QUICK_S)
         while True:
-            began = time.monotonic()
+            began, saved = time.monotonic(), checkpoint.complete(self.run.checkpoints)
             try:
                 return self._carry_out(restore, whole)
             except RoleFailure as failure:
-                delay = restarts.delay(failure.role, time.monotonic() - began)
-                if self._fallen is None or self._interrupts.count:
+                if self._fallen is None:
                     raise
+                if self._interrupts.count:
+                    raise KeyboardInterrupt from failure  # the end was asked for: nothing that it undid is made anew
+                in_vain = saved == checkpoint.complete(self.run.checkpoints)  # it would go back to the same moment
+                delay = restarts.delay(failure.role, 0.0 if in_vain else time.monotonic() - began)
                 if delay is None:
                     cause = f"{failure.cause}; {restarts.too_many(failure.role)}"
                     raise RoleFailure(failure.role, failure.index, cause, died=True) from failure

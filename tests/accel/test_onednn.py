@@ -126,7 +126,9 @@ def test_a_network_can_be_pickled_as_before() -> None:
 
 
 def test_a_run_saved_before_there_was_onednn_goes_on_with_other_last_bits() -> None:
-    frames = EnvSpec(name="frames", observations={PLAIN: LeafSpec(shape=(4, 84, 84), dtype="uint8", stack=4)}, actions=3)
+    frames = EnvSpec(
+        name="frames", observations={PLAIN: LeafSpec(shape=(4, 84, 84), dtype="uint8", stack=4)}, actions=3
+    )
     agent, optim, code = ReplayAgent(), AdamConfig(), UserCode()
     network = build_network(NatureConfig(), agent, frames, seed=0)
     work = workload(agent, NatureConfig(), optim, frames, code)

@@ -19,6 +19,7 @@ from qfleet.envs import env_spec
 from qfleet.experiment import Experiment
 from qfleet.observe.sinks import read_jsonl
 from qfleet.program import build_program, place
+from qfleet.runtime import reviving
 
 
 @pytest.mark.parametrize(
@@ -96,6 +97,17 @@ def test_an_evaluation_begins_anew_after_a_fault(tmp_path: Path) -> None:
     assert len([event for event in events if event["event"] == "evaluation"]) >= 4
 
 
+def test_an_evaluation_that_never_comes_to_an_end_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each try took longer than ten seconds the evaluator was begun anew for ever, long after the last step."""
+    monkeypatch.setattr(reviving, "_QUICK_S", 1e-9)
+    kwargs = {"kwargs": {"raise_in": "evaluator-"}, "survival.restarts": 2, "evaluation.every": 300}
+    with pytest.raises(RoleFailure) as caught:
+        api.train(raising(tmp_path, 10**6, at=5, **kwargs), run_dir=tmp_path / "run")
+    assert caught.value.role == "evaluator"
+    assert WORDS in caught.value.cause
+    assert "that was death 3 in a row" in caught.value.cause
+
+
 def test_the_final_test_begins_anew_after_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     faults = [EnvironmentFault("the robot fell over."), EnvironmentFault("the robot fell over.")]
     real = session.play_episodes
@@ -119,7 +131,7 @@ def test_faults_after_short_lives_end_the_run_in_the_environments_words_and_say_
     assert (caught.value.role, caught.value.index) == ("actor", 0)
     assert WORDS in caught.value.cause
     assert caught.value.cause.endswith(
-        "; that was death 3 within a short time (survival.restarts 2); "
+        "; that was death 3 in a row after little or no work (survival.restarts 2); "
         "with --env.vectorisation async such a fault costs one environment's episode only"
     )
 

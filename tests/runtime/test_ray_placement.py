@@ -123,7 +123,7 @@ def test_too_many_deaths_of_a_group_of_actors_are_one_error(ray_session: None, m
     with pytest.raises(RoleFailure) as caught:
         advance_until(placement, lambda: False, "the failure")
     assert (caught.value.role, caught.value.index) == ("kept_producer", 1)
-    assert "that was death 2 within a short time" in caught.value.cause
+    assert "that was death 2 in a row after little or no work" in caught.value.cause
 
 
 @pytest.mark.slow

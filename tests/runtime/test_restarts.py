@@ -147,7 +147,7 @@ def test_too_many_deaths_are_one_error_that_names_role_and_cause(monkeypatch: py
     placement = ProcessPlacement(kept_pipeline(60), restarts=2)
     failure = run_to_failure(placement)
     assert (failure.role, failure.index) == ("kept_consumer", 0)
-    deaths = "that was death 3 within a short time (survival.restarts 2)"
+    deaths = "that was death 3 in a row after little or no work (survival.restarts 2)"
     assert failure.cause == f"its process exited with code 70; {deaths}"
     assert own_folders(os.getpid()) == []
 
@@ -174,7 +174,7 @@ def test_a_role_that_cannot_be_built_for_its_environment_ends_the_run_at_once() 
 
 def test_the_last_fault_of_an_environment_says_what_would_have_helped() -> None:
     failure = run_to_failure(ProcessPlacement(kept_pipeline(60, consumer_fault="environment"), restarts=0))
-    deaths = "that was death 1 within a short time (survival.restarts 0)"
+    deaths = "that was death 1 in a row after little or no work (survival.restarts 0)"
     assert failure.cause == f"the robot fell over; {deaths}; give it legs"
 
 
@@ -209,7 +209,7 @@ def test_too_many_deaths_of_a_group_count_once_each(monkeypatch: pytest.MonkeyPa
         advance()
     failure = caught.value
     assert (failure.role, failure.index) == ("kept_producer", 1)
-    assert "that was death 3 within a short time" in failure.cause
+    assert "that was death 3 in a row after little or no work" in failure.cause
 
 
 @pytest.mark.parametrize("fault", ["save", "restore"])
@@ -290,8 +290,13 @@ def test_bad_failpoint_is_refused_before_anything_is_started(monkeypatch: pytest
 
 def test_deaths_after_short_lives_are_begun_anew_later_and_later_and_others_at_once() -> None:
     restarts = Restarts(4, quick_s=10.0)
-    assert [restarts.delay("a", lived) for lived in (300.0, 0.0, 9.0, 1.0, 2.0)] == [0, 1, 2, 4, None]
-    assert [restarts.delay("b", lived) for lived in (0.0, 1.0, 11.0, 1.0, 11.0, 11.0)] == [0, 1, 0, 1, 0, 0]
+    assert [restarts.delay("a", lived) for lived in (300.0, 0.0, 9.0, 1.0, 2.0, 3.0)] == [0, 0, 1, 2, 4, None]
+    assert [restarts.delay("b", lived) for lived in (0.0, 1.0, 11.0, 1.0, 11.0, 11.0)] == [0, 1, 0, 0, 0, 0]
+
+
+def test_who_allows_no_death_after_a_short_life_allows_those_after_work() -> None:
+    restarts = Restarts(0, quick_s=10.0)
+    assert [restarts.delay("a", lived) for lived in (3600.0, 11.0, 9.0)] == [0, 0, None]
 
 
 def test_nobody_is_begun_anew_later_than_after_a_minute() -> None:
@@ -308,3 +313,29 @@ def test_a_role_that_works_between_its_deaths_may_die_as_often_as_it_likes(monke
     placement = ProcessPlacement(kept_pipeline(100, pace_s=0.01), restarts=1)
     assert run_to_end(placement)["kept_consumer"]["position"] == 100
     assert len([one for one in placement.incidents() if isinstance(one, Incident)]) > 2
+
+
+def test_a_role_whose_long_lives_come_to_nothing_is_not_begun_anew_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever always ended it later than ten seconds after its birth had it begun anew without an end."""
+    monkeypatch.setattr(reviving, "_QUICK_S", 1e-9)
+    monkeypatch.setenv("QFLEET_FAIL", "kept_consumer-0/worker.step:kill@1:always")
+    failure = run_to_failure(ProcessPlacement(kept_pipeline(60), restarts=2))
+    assert (failure.role, failure.index) == ("kept_consumer", 0)
+    assert "that was death 3 in a row after little or no work (survival.restarts 2)" in failure.cause
+
+
+def test_who_was_idle_is_not_to_blame_for_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reviving, "_QUICK_S", 1e-9)
+    placement = ProcessPlacement(kept_pipeline(40, pace_s=0.05), restarts=0)
+    killed = 0
+
+    def consumer_idles() -> bool:
+        placement.advance()
+        return bool(placement.reports()[1].idle)
+
+    while killed < 3:
+        wait_until(consumer_idles, "it waits for a message")
+        os.kill(placement.pids()["kept_consumer-0"], signal.SIGKILL)
+        killed += 1
+        wait_until(lambda: not consumer_idles(), "its death is seen")
+    assert run_to_end(placement)["kept_consumer"]["position"] == 40

@@ -45,6 +45,19 @@ def test_silence_counts_only_while_somebody_listens() -> None:
     assert dog.verdict("a", report(), True, 200) == ""
 
 
+def test_whoever_allows_steps_of_moments_does_not_kill_those_whom_nobody_heard() -> None:
+    """A callback of three seconds was the end of all roles where a step might take two."""
+    dog = Watchdog(stall=0.1)
+    dog.listening(10)
+    dog.heard("a", 10)
+    for now in (13, 13.1, 14):
+        dog.listening(now)
+        assert dog.verdict("a", report(), True, now) == ""
+    dog.listening(15)
+    dog.listening(15.5)
+    assert "silent for 2 s" in dog.verdict("a", report(), True, 15.5)
+
+
 def test_nobody_waits_long_for_a_silent_process_while_all_pause() -> None:
     dog = Watchdog(stall=60)
     dog.heard("a", 0)

@@ -65,6 +65,8 @@ class Graph:
     """Number of writers of each counter by name."""
     keeps: set[str] = field(default_factory=set)
     """Names of the keeps."""
+    asides: set[str] = field(default_factory=set)
+    """Names of the streams that carry what a person should know, which is nobody's work."""
 
     def add(self, role: type[Role], config: Any, handles: Any) -> None:
         """Add a role; its index counts the roles of its kind."""
@@ -80,17 +82,20 @@ class Graph:
         setting: str = "",
         asking: bool = False,
         optional: bool = False,
+        aside: bool = False,
     ) -> tuple[Sender[Any], Receiver[Any]]:
         """Draw a bounded stream from one role to another; returns its two ends.
 
         With `views` a message's arrays may be gone after the step that received it: for roles that use them up.
         `setting` is what the size of its messages follows from. With `asking` a role that receives nothing else is a
         source all the same: it only asks for what it needs to go on. An `optional` one begins empty where a checkpoint
-        does not know it.
+        does not know it. An `aside` is only for a person to read.
         """
         if name in self.streams:
             raise ValueError(f"the stream '{name}' is drawn twice")
         self.streams[name] = capacity
+        if aside:
+            self.asides.add(name)
         receiver = End(name, "receiver", capacity, views=views, asking=asking, optional=optional)
         sender = End(name, "sender", capacity, setting=setting, optional=optional)
         return cast("Sender[Any]", sender), cast("Receiver[Any]", receiver)
@@ -160,3 +165,17 @@ def received_streams(graph: Graph) -> dict[str, list[str]]:
     """Return the streams that each role receives from, by its name; who receives from none is left out."""
     found = {node.name: [end.edge for end in ends(node.handles) if end.side == "receiver"] for node in graph.nodes}
     return {name: edges for name, edges in found.items() if edges}
+
+
+def work_ends(graph: Graph) -> dict[str, list[End]]:
+    """Return the ends of streams by which it can be told that a role works, by its name.
+
+    Those are all but asides, and but requests and replies for whom these only lead to work.
+    """
+    asking = {end.edge for node in graph.nodes for end in ends(node.handles) if end.asking}
+    found = {}
+    for node in graph.nodes:
+        own = [end for end in ends(node.handles) if end.side in ("sender", "receiver")]
+        own = [end for end in own if end.edge not in graph.asides]
+        found[node.name] = [end for end in own if end.edge not in asking] or own
+    return found

@@ -22,12 +22,13 @@ class Restarts:
 
         Returns the seconds to wait before the next life, None if there is to be none.
         """
-        count = self._deaths.get(name, 0) + 1 if lived_s < self._quick_s else 1
+        count = self._deaths.get(name, 0) + 1 if lived_s < self._quick_s else 0
         self._deaths[name] = count
         if count > self._most:
             return None
-        return 0.0 if count == 1 else min(2.0 ** min(count - 2, 10), _LONGEST_S)
+        return 0.0 if count <= 1 else min(2.0 ** min(count - 2, 10), _LONGEST_S)
 
     def too_many(self, name: str) -> str:
         """Return how many deaths of a role followed each other after short lives, and the setting that allows fewer."""
-        return f"that was death {self._deaths.get(name, 0)} within a short time (survival.restarts {self._most})"
+        deaths = f"that was death {self._deaths.get(name, 0)} in a row"
+        return f"{deaths} after little or no work (survival.restarts {self._most})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from abc import abstractmethod
@@ -18,12 +17,12 @@ from qfleet.core.types import Notice
 from qfleet.runtime import checkpoint
 from qfleet.runtime.answers import Answer, Command
 from qfleet.runtime.channels import Ports, StreamLevels, edge_stem
-from qfleet.runtime.graph import Graph, Node, ends, open_handles, received_streams
+from qfleet.runtime.graph import Graph, Node, ends, open_handles, received_streams, work_ends
 from qfleet.runtime.groups import Groups
 from qfleet.runtime.restarts import Restarts
 from qfleet.runtime.streams import desert
 from qfleet.runtime.supervisor import Member, SupervisedPlacement
-from qfleet.runtime.watchdog import Standstill, Watchdog
+from qfleet.runtime.watchdog import Standstill, Watchdog, has_nothing_to_do
 from qfleet.runtime.worker import OpenEnds
 
 STOP_S, KILL_S = 5.0, 5.0
@@ -96,7 +95,9 @@ class RevivingPlacement(SupervisedPlacement):
         self._brief = {node.name for node in graph.nodes if node.kind in revival.get("brief", ())}
         self._restarts, self._standstill = Restarts(revival.get("restarts", 5), _QUICK_S), Standstill()
         self._watchdog = Watchdog(revival.get("stall", 60.0))
-        self._received = received_streams(graph)
+        self._received, self._work = received_streams(graph), work_ends(graph)
+        self._done_before: dict[str, int] = {}
+        """What roles that died had done when their present lives began."""
         self._ports: dict[str, Ports] = {}
         self._lives: dict[str, Life] = {}
         self._due: dict[str, float] = {}
@@ -166,13 +167,14 @@ class RevivingPlacement(SupervisedPlacement):
             return Answer("died", heard.cause, lost=True)
         if isinstance(heard, Answer) and heard.fault and ready and self._replaceable(member):
             self._lives[member.name].join(time.monotonic() + _CLOSING_S)
-            return dataclasses.replace(heard, what="died", cause=heard.cause.rstrip("."))
+            return replace(heard, what="died", cause=heard.cause.rstrip("."))
         return heard
 
     def _replaceable(self, member: Member) -> bool:
         return member.name not in self._mortal
 
-    def _bury(self, member: Member, cause: str) -> str:
+    def _bury(self, member: Member, death: Answer) -> str:
+        cause = death.cause
         if not self._replaceable(member):
             return cause
         kill_all([self._lives.pop(member.name)])
@@ -184,7 +186,7 @@ class RevivingPlacement(SupervisedPlacement):
         if not member.built and member.life > 0:
             return f"{cause}; that was the second try"  # what never worked will not begin to
         group = self._groups.of(member.name)
-        delay = self._restarts.delay(group[0], member.lived_s)
+        delay = self._restarts.delay(group[0], 0.0 if self._in_vain(member, death) else member.lived_s)
         if delay is None:
             return f"{cause}; {self._restarts.too_many(group[0])}"
         due = time.monotonic() + delay  # the same for all: who is begun a moment earlier keeps the others from it
@@ -195,6 +197,22 @@ class RevivingPlacement(SupervisedPlacement):
         if (leaver := self._groups.leaver(member.name)) is not None:
             self._send_away(leaver, member, cause)
         return ""
+
+    def _in_vain(self, member: Member, death: Answer) -> bool:
+        """Return whether a life ended with nothing done, however long it was: the next one may end like it.
+
+        Who had nothing to do is not to blame.
+        """
+        idle = has_nothing_to_do(member.report) and not death.fault
+        done = self._done(member.name)
+        return not idle and done is not None and done == self._done_before.get(member.name, 0)
+
+    def _done(self, name: str) -> int | None:
+        """Return how many messages have come from a role or were used up by it, in all of its lives; None if its work
+        cannot be told by that."""
+        levels = {level.edge: level for level in self._levels.read()}
+        done = [(levels[end.edge], end.side) for end in self._work.get(name, ())]
+        return sum(level.sent if side == "sender" else level.taken for level, side in done) if done else None
 
     def _send_away(self, leaver: str, dead: Member, cause: str) -> None:
         """Let one of a group, who dies with it, not come back."""
@@ -231,6 +249,7 @@ class RevivingPlacement(SupervisedPlacement):
             del self._due[member.name]
             ports = self._ports[member.name]
             ports.life, ports.planned = ports.life + 1, False
+            self._done_before[member.name] = self._done(member.name) or 0
             self._lives[member.name] = self._begin(member.name)
             self._watchdog.heard(member.name, time.monotonic())
         return begun

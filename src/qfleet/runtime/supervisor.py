@@ -138,12 +138,12 @@ class SupervisedPlacement(ABC):
         """Return whether a dead role can be begun anew."""
         return False
 
-    def _bury(self, member: Member, cause: str) -> str:
+    def _bury(self, member: Member, death: Answer) -> str:
         """Prepare the next life of a role that just died; returns why there will be none, empty if there will be one.
 
         When that life begins, `_listen` must say "reborn" of it.
         """
-        return cause
+        return death.cause
 
     @property
     def done(self) -> bool:
@@ -279,7 +279,7 @@ class SupervisedPlacement(ABC):
             self._note(member, heard)
         failures = [(member, answer) for member, answer in answers if answer.what == "failed"]
         for member, answer in answers:
-            if answer.what == "died" and (end := self._bury(member, answer.cause)):
+            if answer.what == "died" and (end := self._bury(member, answer)):
                 cause = f"{end}; {answer.hint}" if answer.hint else end
                 failures.append((member, dataclasses.replace(answer, cause=cause)))
         if failures:

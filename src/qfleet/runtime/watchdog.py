@@ -19,8 +19,10 @@ _HURRIED_S = 3.0
 _STANDSTILL_S = 10.0
 _WAITING_S = 0.5
 """A step that has taken longer than this is work, whatever the role said after the one before."""
-_DEAF_S = 5.0
-"""When nobody listened for so long, it says nothing that nothing was heard."""
+_DEAF_S = 1.0
+"""When nobody listened for longer, that time was no silence."""
+_MUTE_S = 2 * _DEAF_S
+"""Silence that is shorter is no sign of a hang, however short a step may be: signs of life come twice a second."""
 
 
 @dataclass
@@ -33,8 +35,8 @@ class Watchdog:
 
     def listening(self, now: float) -> None:
         """Note that the supervisor listens now."""
-        if now - self._listened > _DEAF_S:
-            self._heard = dict.fromkeys(self._heard, now)
+        if (away := now - self._listened) > _DEAF_S:
+            self._heard = {name: min(at + away, now) for name, at in self._heard.items()}
         self._listened = now
 
     def heard(self, name: str, now: float) -> None:
@@ -59,7 +61,8 @@ class Watchdog:
         limit = self.stall if report.phase == "running" and replaceable else long_s
         silent = now - self._heard.get(name, now)
         quiet_s = max(_SILENT_S, _SILENT_PART * self.stall)
-        if pausing and replaceable and report.phase != "starting" and quiet_s < silent <= limit:
+        mute_s = max(limit, _MUTE_S)
+        if pausing and replaceable and report.phase != "starting" and quiet_s < silent <= mute_s:
             return f"its process was silent for {silent:.0f} s while the others waited for it"
         hurried = replaceable and report.phase in ("running", "evaluating") and hurried_s > _HURRIED_S
         if hurried and report.step_s > _HURRIED_S:
@@ -67,9 +70,14 @@ class Watchdog:
         where = f"in phase '{report.phase}' (survival.stall_s {self.stall:g})"
         if report.step_s > limit:
             return f"it hung: {report.step_s:.0f} s in one step, {where}"
-        if silent > limit:
+        if silent > mute_s:
             return f"it hung: its process was silent for {silent:.0f} s, {where}"
         return ""
+
+
+def has_nothing_to_do(report: Report) -> bool:
+    """Return whether a role has nothing to do."""
+    return bool(report.idle) and report.step_s < _WAITING_S
 
 
 @dataclass
@@ -86,7 +94,7 @@ class Standstill:
         `reports` are those of the roles that are not done.
         """
         moved = sum(level.sent + level.taken for level in levels)
-        idle = bool(reports) and all(report.idle and report.step_s < _WAITING_S for report in reports)
+        idle = bool(reports) and all(has_nothing_to_do(report) for report in reports)
         if moved != self._moved or not idle:
             self._moved, self._since, self._told = moved, now, False
         if self._told or now - self._since < _STANDSTILL_S:

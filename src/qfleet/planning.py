@@ -12,7 +12,7 @@ from qfleet.ability import require_able
 from qfleet.algo.agent import ReplayAgent
 from qfleet.control import resources
 from qfleet.control.feeding import FeedCost, feed_cost
-from qfleet.control.machine import arranged, key_of, measure
+from qfleet.control.machine import arranged, env_sizes, key_of, measure
 from qfleet.control.measurements import KNOWN, Measurements
 from qfleet.control.pieces import stored_bytes
 from qfleet.control.plan import Plan, PlannedRole
@@ -139,7 +139,8 @@ def _measured(
 
 def _try_children(experiment: Experiment, build: Build) -> None:
     """Begin the roles of a run once, to refuse before anything is measured what they cannot be sent, or make."""
-    build(arranged(experiment, placement="processes", **{"actor.envs": 1})).placement.close()
+    fewest = 1 if isinstance(experiment.agent, ReplayAgent) else env_sizes(experiment)[0]
+    build(arranged(experiment, placement="processes", **{"actor.envs": fewest})).placement.close()
 
 
 def _feed(experiment: Experiment, spec: EnvSpec, code: UserCode) -> Callable[[int], FeedCost] | None:

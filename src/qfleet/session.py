@@ -372,22 +372,39 @@ class Session:
         restarts = 0 if experiment.placement == "inline" else experiment.survival.restarts
         while True:
             try:
-                return play_episodes(experiment, self.code, network, episodes, experiment.seed, "test")
+                return play_episodes(
+                    experiment, self.code, network, episodes, experiment.seed, "test", self._tell_of_test
+                )
             except EnvironmentFault as fault:
-                if not restarts or self._monitor is None:
+                if not restarts:
                     raise
                 restarts -= 1
-                notice = {"event": "notice", "role": "test", "index": 0, "kind": "environment"}
-                self._monitor.announce({**notice, "text": f"{fault} The final test begins anew"})
+                self._tell_of_test(f"{fault} The final test begins anew")
+
+    def _tell_of_test(self, text: str) -> None:
+        if self._monitor is not None:
+            notice = {"event": "notice", "role": "test", "index": 0, "kind": "environment"}
+            self._monitor.announce({**notice, "text": text})
 
 
 def play_episodes(
-    experiment: Experiment, code: UserCode, network: QNetwork, episodes: int, seed: int, split: str
+    experiment: Experiment,
+    code: UserCode,
+    network: QNetwork,
+    episodes: int,
+    seed: int,
+    split: str,
+    tell: Callable[[str], object] = lambda text: None,
 ) -> Array:
-    """Play whole episodes of the experiment's environment; returns their scores [episodes]."""
+    """Play whole episodes of the experiment's environment; returns their scores [episodes].
+
+    `tell` is told of environments that were lost on the way, whose episodes were begun anew.
+    """
     env = make_env(experiment.env, min(experiment.evaluation.envs, episodes), evaluation=True, factory=code.env)
     try:
         returns, _ = play(network, env, experiment.evaluation, seed, split, episodes)
+        for text in env.incidents():
+            tell(text)
     finally:
         env.close()
     return np.asarray(returns)

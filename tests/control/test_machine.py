@@ -18,6 +18,7 @@ from plan_cases import measurements
 from qfleet import planning
 from qfleet.control import kept, machine, pieces, resources, rig
 from qfleet.control import measurements as known
+from qfleet.control.machine import arranged, env_sizes
 from qfleet.control.measurements import Measurements, at
 from qfleet.core.errors import QfleetError
 from qfleet.core.usercode import UserCode
@@ -219,3 +220,12 @@ def test_a_run_that_learns_nothing_cannot_be_planned(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rig, "WARM_S", 0.0)
     with pytest.raises(QfleetError, match="cannot be planned"):
         measured(small())
+
+
+def test_a_rollout_agent_is_timed_with_as_many_environments_as_fill_its_minibatches() -> None:
+    """A run of 128 environments was refused because one of them alone would not fill them."""
+    run = with_changes(preset("minatar:breakout"), {"agent.rollout_length": 16, "topology": "pipeline"})
+    assert run.agent.minibatches == 32
+    few = with_changes(run, {"actor.envs": 4})
+    assert env_sizes(few) == [2, 4, 16]
+    assert arranged(few, **{"actor.envs": 2}).agent == run.agent

@@ -55,6 +55,16 @@ def test_threads_that_were_asked_for_stay_and_one_actor_alone_has_all(case: dict
     assert "env.threads" not in make_plan(PONG, measured, plenty, {"placement", "actors"}).settings
 
 
+def test_games_never_get_more_threads_than_there_are_cores_or_games() -> None:
+    two = Measurements.model_validate(CASES[2]["measurements"])
+    plan = make_plan(with_changes(PONG, {"actors": 1}), two, _machine(CASES[2]), {"placement", "actors"})
+    assert plan.settings.get("env.threads", 0) <= 2
+    sixteen = Measurements.model_validate(CASES[0]["measurements"])
+    fixed = {"placement", "actors", "actor.envs", "actor.groups"}
+    few = with_changes(PONG, {"actors": 16, "actor.envs": 32, "actor.groups": 32})
+    assert make_plan(few, sixteen, _machine(CASES[0]), fixed).settings.get("env.threads", 1) == 1
+
+
 def test_a_learner_that_holds_the_run_up_gets_no_more_actors_than_it_needs() -> None:
     measured = Measurements.model_validate(CASES[0]["measurements"])
     slow = measured.replace(learners=tuple(one.replace(seconds=100 * US) for one in measured.learners))

@@ -80,3 +80,16 @@ class Own(torch.nn.Module):
 )
 def test_memory_and_networks_of_ones_own_are_never_rounded(algo: str, code: Any, may: bool) -> None:
     assert may_round(apply(preset("mountaincar"), algo), code) == may
+
+
+def test_what_is_chosen_is_what_the_reason_says() -> None:
+    slower = planned(rounding(0.5), experiment(**{PRECISION: "bf16"}))
+    assert slower.settings[PRECISION] == "fp32"
+    assert slower.reasons[PRECISION].startswith("fp32: ")
+    assert planned(rounding(2.0)).reasons[PRECISION].startswith("bf16: ")
+
+
+def test_inline_acts_in_the_format_that_was_asked_for_too() -> None:
+    asked = experiment(**{PRECISION: "bf16"})
+    slow, fast = (make_plan(asked, rounding(times), resources(8), {PRECISION}).placements for times in (0.2, 4.0))
+    assert fast["inline"] > 1.2 * slow["inline"]

@@ -71,6 +71,16 @@ class Sleepy(Counting):
         return super().step(action)
 
 
+class Speechless(RuntimeError):
+    """Cannot be told."""
+
+    def __str__(self) -> str:
+        raise TypeError("no words")
+
+
+Speechless.__name__ = "RuntimeError"
+
+
 class Faulty(gymnasium.Env[Any, Any]):
     """Does one thing wrong at its third step."""
 
@@ -92,8 +102,14 @@ class Faulty(gymnasium.Env[Any, Any]):
         good, mask = np.zeros(2, np.float32), np.ones(2, bool)
         if self._steps < 3:
             return good, 0.0, False, False, {"action_mask": mask}
-        if self._wrong == "exception":
-            raise ZeroDivisionError("broken step")
+        errors = {
+            "exception": ZeroDivisionError("broken step"),
+            "sys.exit": SystemExit(0),
+            "speechless": Speechless("broken words"),
+            "talkative": ValueError("x" * 50_000),
+        }
+        if self._wrong in errors:
+            raise errors[self._wrong]
         observation = {
             "nan observation": np.array([0, np.nan], np.float32),
             "inf observation": np.array([0, np.inf], np.float32),
@@ -102,7 +118,7 @@ class Faulty(gymnasium.Env[Any, Any]):
             "wrong dtype": np.array(["a", "b"]),
             "complex dtype": np.zeros(2, np.complex64),
         }.get(self._wrong, good)
-        reward = {"nan reward": np.nan, "inf reward": -np.inf}.get(self._wrong, 0.0)
+        reward = {"nan reward": np.nan, "inf reward": -np.inf, "huge reward": 1e308}.get(self._wrong, 0.0)
         info = {"action_mask": mask if self._wrong != "empty mask" else np.zeros(2, bool)}
         return observation, reward, False, False, {} if self._wrong == "no mask" else info
 

@@ -90,13 +90,15 @@ def plan(folder: Path, failures: dict[tuple[int, int | str], str]) -> None:
     (folder / "plan").write_text("".join(f"{index} {call} {kind}\n" for (index, call), kind in failures.items()))
 
 
-def fragile_workers(folder: Path, count: int, step_timeout: float = 30.0, frame_stack: int = 1) -> WorkersEnv:
+def fragile_workers(
+    folder: Path, count: int, step_timeout: float = 30.0, frame_stack: int = 1, judging: bool = False
+) -> WorkersEnv:
     """Return environments that fail as planned."""
     if not (folder / "plan").exists():
         plan(folder, {})
     layout = layout_of(Fragile(-1, folder), "fragile")
     makers = [Maker(partial(Fragile, index, folder)) for index in range(count)]
-    return WorkersEnv(makers, layout, AS_IT_IS, frame_stack, step_timeout)
+    return WorkersEnv(makers, layout, AS_IT_IS, frame_stack, step_timeout, judging)
 
 
 FRAGILE_ID = "Fragile-v0"

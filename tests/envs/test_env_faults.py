@@ -18,6 +18,10 @@ WRONGS = {
     "inf observation": "NaN or infinity",
     "nan reward": "the reward is nan",
     "inf reward": "the reward is -inf",
+    "huge reward": r"the reward is 1e\+308",
+    "sys.exit": r"step\(\) raised SystemExit: 0",
+    "speechless": r"raised RuntimeError: \(it cannot be told\)",
+    "talkative": r"xxx\.\.\. \(50,000 characters\)",
     "wrong shape": r"shape \(3,\), its space says \(2,\)",
     "broadcastable shape": r"shape \(1,\), its space says \(2,\)",
     "wrong dtype": "dtype <U1, its space says float32",
@@ -190,3 +194,18 @@ def test_a_vector_whose_first_reset_raises_is_one_error():
 def test_a_factory_that_returns_something_else_is_refused():
     with pytest.raises(ConfigError, match=r"returned a str, not a gymnasium.Env"):
         make_env(GymConfig(id="mine"), 1, factory=lambda: "environment")
+
+
+def test_an_environment_whose_close_raises_can_be_used():
+    for vectorisation in ("sync", "async"):
+        with closing(make_env(GymConfig(id="mine", vectorisation=vectorisation), 2, factory=Clinging)) as env:
+            env.reset([1, 2])
+            assert env.step(np.zeros(2, np.int64)).valid.all()
+
+
+class Clinging(Faulty):
+    def __init__(self) -> None:
+        super().__init__("nothing")
+
+    def close(self) -> None:
+        raise RuntimeError("it does not want to go")

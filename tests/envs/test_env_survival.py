@@ -385,3 +385,33 @@ def test_a_cut_environment_is_cut_by_a_resume_too_and_others_are_not(tmp_path):
         assert resumed.cut.tolist() == ([0] if away else [])
         assert resumed.current()[0][PLAIN][1].tolist() == before
         assert resumed.current()[0][PLAIN][0, 1] == 0
+
+
+@pytest.mark.parametrize("judging", [True, False])
+def test_where_seeds_are_judged_a_lost_episode_begins_anew_from_its_own(judging, impatient, tmp_path):
+    with closing(fragile_workers(tmp_path, 2, judging=judging)) as env:
+        plan(tmp_path, {(0, 2): "exception", (1, 3): "kill"})
+        first, _ = env.reset([5, 6])
+        begun = {0: [], 1: []}
+        for _ in range(200):
+            tick = env.step(np.zeros(2, np.int64))
+            for index in (0, 1):
+                if tick.observation[PLAIN][index, 1] == 0 and tick.observation[PLAIN][index, 0]:
+                    begun[index].append(int(tick.observation[PLAIN][index, 0]))
+            if begun[0] and begun[1]:
+                break
+        same = [begun[index][0] == int(first[PLAIN][index, 0]) for index in (0, 1)]
+    assert same == [judging, judging]
+
+
+def test_whoever_was_given_up_is_known_until_the_next_reset(impatient, tmp_path):
+    with closing(fragile_workers(tmp_path, 2)) as env:
+        plan(tmp_path, {(0, call): "exception" for call in range(1, 40)})
+        env.reset([5, 6])
+        assert env.given_up() == []
+        for _ in range(400):
+            env.step(np.zeros(2, np.int64))
+            if env.given_up():
+                break
+        assert env.given_up() == [0]
+        assert any("the run goes on without it" in text for text in env.incidents())

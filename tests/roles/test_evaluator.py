@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -14,11 +15,13 @@ from qfleet.algo.flat import FlatParameters, checksum
 from qfleet.algo.networks import build_network
 from qfleet.algo.recurrent import MemoryConfig
 from qfleet.algo.torsos import MlpConfig
+from qfleet.core.errors import ConfigError, EnvironmentFault
 from qfleet.core.role import DONE, WORKED, Idle
 from qfleet.core.spec import PLAIN
 from qfleet.core.types import Evaluated, Version, Weights
 from qfleet.core.usercode import UserCode
-from qfleet.envs import GymConfig, Tick, env_spec, make_env
+from qfleet.envs import GymConfig, Tick, VectorEnv, env_spec, make_env
+from qfleet.roles import evaluator as evaluator_module
 from qfleet.roles.evaluator import EvaluationConfig, Evaluator, EvaluatorHandles, EvaluatorSetup, play, playing
 
 ENV, NETWORK = GymConfig(id="CartPole-v1"), MlpConfig(hidden=(8,))
@@ -125,6 +128,9 @@ class Scripted:
 
     num_envs = 2
 
+    def given_up(self) -> tuple[int, ...]:
+        return ()
+
     def __init__(self, ends_at: tuple[int, int], lost_at: dict[int, int]) -> None:
         self._ends_at, self._lost_at, self._ticks = ends_at, lost_at, 0
         self._scores = np.zeros(2)
@@ -181,3 +187,61 @@ def test_where_ticks_take_long_a_step_makes_one_and_the_scores_are_the_same():
     assert result.returns.tolist() == expected.returns.tolist()
     waves = [result.lengths[:4], result.lengths[4:]]
     assert steps >= sum(int(wave.max()) for wave in waves)
+
+
+class Unreliable:
+    """Environments of which one is given up after some ticks."""
+
+    def __init__(self, env: VectorEnv, after: int) -> None:
+        self._env, self._after = env, after
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._env, name)
+
+    def step(self, action: np.ndarray) -> Tick:
+        self._after -= 1
+        return self._env.step(action)
+
+    def given_up(self) -> list[int]:
+        return [2] if self._after <= 0 else []
+
+    def incidents(self) -> list[str]:
+        return ["environment 2: the robot fell over; the run goes on without it"]
+
+
+def test_an_evaluation_without_one_of_its_episodes_is_none() -> None:
+    """It scored 0, and nothing said so."""
+    network = build_network(NETWORK, ReplayAgent(), env_spec(ENV), seed=0)
+    config = EvaluationConfig(episodes=4, envs=4)
+    for after, words in (
+        (3, "environment 2: its episode of this evaluation has no score.*the robot fell over"),
+        (10**6, ""),
+    ):
+        env = Unreliable(make_env(ENV, 4, evaluation=True), after)
+        with pytest.raises(EnvironmentFault, match=words) if words else contextlib.nullcontext():
+            play(network, env, config, 0, "validation", 4)  # type: ignore[arg-type]
+
+
+class Registered:
+    """A keep of a second life, in which the environment cannot be made any more."""
+
+    life, gone, planned, meeting = 1, 0, False, ""
+
+    def committed(self) -> None:
+        return None
+
+    def commit(self, state: object) -> None:
+        pass
+
+
+def test_what_a_former_life_could_make_is_no_mistake_in_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object, **rest: object) -> None:
+        raise ConfigError("the simulator's licence is gone")
+
+    for keep, error in ((None, ConfigError), (Registered(), EnvironmentFault)):
+        evaluator, handles = make_evaluator()
+        monkeypatch.setattr(evaluator_module, "make_env", broken)
+        evaluator._handles = dataclasses.replace(handles, keep=keep)
+        handles.models.send(weights(1))
+        with pytest.raises(error, match="licence"):
+            evaluator.step()

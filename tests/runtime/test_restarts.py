@@ -339,3 +339,16 @@ def test_who_was_idle_is_not_to_blame_for_a_death(monkeypatch: pytest.MonkeyPatc
         killed += 1
         wait_until(lambda: not consumer_idles(), "its death is seen")
     assert run_to_end(placement)["kept_consumer"]["position"] == 40
+
+
+def test_a_role_that_is_stopped_before_its_first_report_does_not_hold_up_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was taken for one that is still being built, for which everybody waits ten minutes."""
+    monkeypatch.setenv("QFLEET_FAIL", "kept_consumer-0/worker.step:stop@1")
+    placement = ProcessPlacement(kept_pipeline(20))
+    placement.advance()
+    placement.pause()
+    assert run_to_end(placement)["kept_consumer"]["position"] == 20
+    (incident,) = [one for one in placement.incidents() if isinstance(one, Incident)]
+    assert "while the others waited for it" in incident.cause

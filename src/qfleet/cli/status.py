@@ -124,7 +124,10 @@ def _lines(one: Standing, now: float) -> list[str]:
         mean = _or_dash(known(score, "mean"), number)
         lines.append(("evaluation", f"{mean}{interval(score['ci95'])} {_at(score)}, {_ago(score, now)} ago"))
     saved = "none yet" if one.checkpoint is None else f"{_at(one.checkpoint)}, {_ago(one.checkpoint, now)} ago"
-    lines += [("checkpoint", saved), ("trouble", f"{counted(one.restarts, 'restart')}, {counted(one.faults, 'fault')}")]
+    lines += [
+        ("checkpoint", saved),
+        ("trouble", f"{counted(one.restarts, 'restart')}, {counted(one.faults, 'other fault')}"),
+    ]
     if one.state == "running" and one.bottleneck:
         lines.append(("bottleneck", one.bottleneck))
     title = f"{one.run}: {one.state}" + (f", {one.note}" if one.note else "")

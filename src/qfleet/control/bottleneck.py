@@ -12,6 +12,8 @@ BESIDE = "evaluator"
 """It works beside the others: nobody waits for it."""
 _WAITING = 0.05
 """Shorter waits are not worth a word."""
+_OTHERS = "others"
+"""The supervisor, and programs of other people."""
 _FULL = 0.9
 """Cores that are busier have no room for anybody."""
 _IDLE = 0.2
@@ -41,8 +43,9 @@ class Load:
         """Return that there are too few of them, and who has them; empty while some are free."""
         if self.busy < _FULL:
             return ""
-        most = sorted(self.used, key=lambda kind: -self.used[kind])
-        taken = [f"{kind} {self.used[kind]:.1f}" for kind in most if self.used[kind] >= _WAITING * self.cores]
+        used = {**self.used, _OTHERS: self.busy * self.cores - sum(self.used.values())} if self.used else {}
+        most = sorted(used, key=lambda kind: -used[kind])
+        taken = [f"{kind} {used[kind]:.1f}" for kind in most if used[kind] >= _WAITING * self.cores]
         return f"cores {self.busy:.0%} busy" + (f" ({', '.join(taken)} of {self.cores:g})" if taken else "") + "; "
 
 
@@ -52,6 +55,7 @@ def side_by_side(shares: Shares, load: Load | None = None) -> str:
     Where they have all cores of a machine busy, whose `load` is given, these come first.
     """
     busy = {kind: fmean(values) for kind, values in shares.items() if kind != BESIDE}
+    beside = fmean(shares.get(BESIDE) or [0.0])
     if not busy:
         return ""
     most = max(busy, key=lambda kind: busy[kind])
@@ -60,6 +64,8 @@ def side_by_side(shares: Shares, load: Load | None = None) -> str:
         for kind, share in busy.items()
         if kind != most and share < 1 - _WAITING
     ]
+    if busy[most] < _IDLE <= beside:
+        return f"{BESIDE} {beside:.0%} busy; all others wait"
     if busy[most] < _IDLE:
         return f"nobody is busy: all wait (the busiest, {most}, waits {1 - busy[most]:.0%} of the time)"
     name = f"{most}s" if len(shares[most]) > 1 else most

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from itertools import takewhile
 from typing import Any
 
 from qfleet.accel.precision import Precision
-from qfleet.algo.agent import ReplayAgent
+from qfleet.algo.agent import ReplayAgent, RolloutAgent
 from qfleet.control.feeding import FeedCost
 from qfleet.control.measurements import Curve, LearnerCost, Measurements
 from qfleet.control.pieces import (
@@ -96,7 +97,7 @@ def measure(
     """
     began, envs = time.perf_counter(), experiment.actor.envs
     costs: dict[int, Costs] = {}
-    for size in sorted({max(1, round(envs * factor)) for factor in SIZES}, key=lambda size: (size != envs, size)):
+    for size in sorted(env_sizes(experiment), key=lambda size: (size != envs, size)):
         if costs and _late(began):
             break
         say(f"playing with {size} environments")
@@ -130,6 +131,13 @@ def measure(
         batch_bytes=batch_bytes,
         copy_bytes_per_s=copy_rate() if resources.gpu else None,
     )
+
+
+def env_sizes(experiment: Experiment) -> list[int]:
+    """Return with how many environments an actor is timed, ascending: a rollout must fill its minibatches."""
+    agent, envs = experiment.agent, experiment.actor.envs
+    least = math.ceil(agent.minibatches / agent.rollout_length) if isinstance(agent, RolloutAgent) else 1
+    return sorted({envs, *(max(least, round(envs * factor)) for factor in SIZES)})
 
 
 def key_of(experiment: Experiment, code: UserCode, resources: Resources, versions: Mapping[str, str]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def make_plan(
     known, precision = measured, acting_precision(experiment, measured, fixed)
     measured = in_bf16(known) if precision == "bf16" else known
     best = _best(experiment, measured, resources, fixed)
-    alone = inline(experiment, known)
+    alone = inline(experiment, in_bf16(known) if experiment.inference.precision == "bf16" else known)
     rates = {"inline": alone.rate, "processes": best[0][1].rate}
     # Inline has nobody who would move inference, and its learners would only take turns.
     beside, placement = adaptive_asked(experiment, fixed) or experiment.learners > 1, max(rates, key=rates.__getitem__)
@@ -51,7 +51,7 @@ def make_plan(
     else:
         plan = _processes_plan(experiment, measured, resources, best, fixed)
         if precision != experiment.inference.precision and any(way.inference != "cuda" for way, _ in best):
-            why = why_rounded(known, best[0][0])
+            why = why_rounded(known, best[0][0], precision)
             plan = plan.replace(
                 settings={**plan.settings, PRECISION: precision}, reasons={**plan.reasons, PRECISION: why}
             )
@@ -176,7 +176,9 @@ def _processes_plan(
         settings[DRAWN] = way.learner.updates_per_draw
     why = reasons(experiment, measured, resources, best)
     if STEPPING not in fixed and getattr(experiment.env, "threads", None) == 0 and prediction.leaves_gaps:
-        settings[STEPPING] = math.ceil(GUSTS * prediction.free_cores / way.groups)
+        stepped = math.ceil(way.envs / way.groups)
+        threads = math.ceil(GUSTS * prediction.free_cores / way.groups)
+        settings[STEPPING] = max(1, min(threads, stepped, int(resources.cores)))
         why[STEPPING] = f"{settings[STEPPING]}: {why_stepping(way, prediction)}"
     roles = _roles(experiment, best)
     if balanced(experiment) and not {"actors", "spare_actors"} & set(fixed):

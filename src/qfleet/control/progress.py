@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from qfleet.algo.agent import ReplayAgent
 from qfleet.control.bottleneck import Load, in_turns, side_by_side
 from qfleet.control.cores import Cores
 from qfleet.core.protocols import Report
@@ -37,6 +38,8 @@ class Progress:
 
     def __init__(self, experiment: Experiment, clock: Callable[[], float]) -> None:
         self._budget, self._clock = experiment.env_steps, clock
+        replays = isinstance(experiment.agent, ReplayAgent)
+        self._learning_starts = experiment.learner.learning_starts if replays else 0
         self._beside = experiment.placement != "inline" and not experiment.lockstep
         self._cores = Cores() if self._beside and experiment.placement == "processes" else None
         self.begin(0, 0)
@@ -47,6 +50,8 @@ class Progress:
         self._busy: dict[str, float] = {}
         self._cpu: dict[str, float] = {}
         self._done: dict[str, float] = {}
+        if self._cores is not None:
+            self._cores.busy()
 
     def due(self, every_s: float) -> bool:
         """Return whether the last record is that old."""
@@ -71,6 +76,9 @@ class Progress:
             record["eta_s"] = max(0, self._budget - env_steps) / max(rate, 1e-9)
         record |= _present(reports) | _merged(reports)
         record |= self._shares(reports, seconds)
+        if updates == 0 and env_steps < self._learning_starts:
+            record["bottleneck"] = f"none yet: learning begins at {self._learning_starts:,} steps"
+            record.pop("eta_s", None)
         self._last = (now, env_steps, updates)
         return record
 
@@ -91,10 +99,11 @@ class Progress:
             if report.queue is not None:
                 record[f"{name}.queue"] = report.queue
             if report.cpu_s:
-                used = max(0.0, report.cpu_s - self._cpu.get(name, 0.0)) / seconds
+                if name in self._cpu:  # else it has what it took to begin
+                    used = max(0.0, report.cpu_s - self._cpu[name]) / seconds
+                    record[f"{name}.cores"] = used
+                    cores[report.kind] = cores.get(report.kind, 0.0) + used
                 self._cpu[name] = report.cpu_s
-                record[f"{name}.cores"] = used
-                cores[report.kind] = cores.get(report.kind, 0.0) + used
             if (done := report.metrics.get(_WORK.get(report.kind, ""))) is not None:
                 if name in self._done:
                     record[f"{name}.rate"] = max(0.0, done - self._done[name]) / seconds

@@ -87,13 +87,14 @@ def reasons(
 
 def why_stepping(way: Arrangement, prediction: Prediction) -> str:
     """Return why an actor's environments get no more threads than they do."""
-    return f"among {way.actors} actors and the other roles environments find {prediction.free_cores:.1f} cores"
+    actors = f"{way.actors} actor" + ("" if way.actors == 1 else "s")
+    return f"among {actors} and the other roles environments find {prediction.free_cores:.1f} cores"
 
 
-def why_rounded(measured: Measurements, way: Arrangement) -> str:
+def why_rounded(measured: Measurements, way: Arrangement, chosen: str) -> str:
     """Return why actors compute in another number format than the experiment's."""
     plain, rounded = (1e3 * at(curve, way.envs) for curve in (measured.act, measured.act_bf16))
-    return f"bf16: {way.envs} observations take a core {rounded:.2f} ms, and {plain:.2f} ms in fp32"
+    return f"{chosen}: {way.envs} observations take a core {rounded:.2f} ms in bf16, and {plain:.2f} ms in fp32"
 
 
 def _tick(measured: Measurements, way: Arrangement, prediction: Prediction) -> str:

@@ -24,6 +24,8 @@ class Sight:
     metrics: Mapping[str, float]
     cpu_s: float = 0.0
     """Processor time, all threads included."""
+    guest: bool = False
+    """Whether it is in the process of another one, whose processor time has its own."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ class Look:
 def look(now: float, env_steps: int, reports: Sequence[Report]) -> Look:
     """Return how the run stands now."""
     at_work = [report for report in reports if report.phase in AT_WORK]
-    seen = {(r.kind, r.index): Sight(r.busy_s, r.idle_s, r.idle, r.metrics, r.cpu_s) for r in at_work}
+    seen = {
+        (r.kind, r.index): Sight(r.busy_s, r.idle_s, r.idle, r.metrics, r.cpu_s, r.host is not None) for r in at_work
+    }
     return Look(now, env_steps, seen)
 
 
@@ -63,7 +67,8 @@ class Span:
     def cores(self, kind: str) -> dict[int, float]:
         """Return how many cores each role of a kind kept busy; a role that works is taken to need one for that time."""
         used = {index: (now.cpu_s - then.cpu_s) / self.seconds for index, then, now in self._of(kind)}
-        return {index: max(share, used[index]) for index, share in self.busy(kind).items()}
+        guests = {index for index, _, now in self._of(kind) if now.guest}
+        return {index: 0.0 if index in guests else max(share, used[index]) for index, share in self.busy(kind).items()}
 
     def waits(self, kind: str, reason: str) -> dict[int, float]:
         """Return the share of the time that each role of a kind waited for that reason."""

@@ -11,13 +11,18 @@ from numpy.typing import NDArray
 from qfleet.core.spec import PLAIN, EnvSpec
 from qfleet.core.types import Bools, Leaves
 
+_LARGEST = float(np.finfo(np.float32).max)
+"""Rewards are stored in float32, where larger ones are infinite."""
+_LONGEST = 2000
+"""Characters that are told of an exception's text."""
+
 
 def describe_bad_rows(
     spec: EnvSpec, frames: Leaves, mask: Bools | None, reward: NDArray[np.float64] | None
 ) -> tuple[int, str] | None:
     """Return (row, what is wrong there) for the first fault in [E, ...] arrays, or None."""
-    if reward is not None and not np.isfinite(reward).all():
-        row = int(np.flatnonzero(~np.isfinite(reward))[0])
+    if reward is not None and not (usable := np.abs(reward) <= _LARGEST).all():
+        row = int(np.flatnonzero(~usable)[0])
         return row, f"the reward is {reward[row]}"
     for name, leaf in spec.observations.items():
         values = frames[name]
@@ -35,8 +40,13 @@ def describe_bad_rows(
     return None
 
 
-def raised(what: str, error: Exception) -> str:
+def raised(what: str, error: BaseException) -> str:
     """Return which call raised what, and in which line: often all that is left of it in another process."""
+    try:
+        said = str(error)
+    except Exception:
+        said = "(it cannot be told)"
+    said = said if len(said) <= _LONGEST else f"{said[:_LONGEST]}... ({len(said):,} characters)"
     place = traceback.extract_tb(error.__traceback__)[-1:]
     where = "".join(f" ({Path(frame.filename).name}, line {frame.lineno}, in {frame.name})" for frame in place)
-    return f"{what} raised {type(error).__name__}: {error}{where}"
+    return f"{what} raised {type(error).__name__}: {said}{where}"

@@ -45,7 +45,9 @@ class Guarded(gymnasium.Wrapper[Any, Any, Any, Any]):
             return (copy.deepcopy(result[0]), *result[1:])
         except Misfit as misfit:
             raise self._fault(str(misfit)) from None
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise self._fault(raised(what, error)) from error
 
     def _fault(self, what: str) -> Exception:

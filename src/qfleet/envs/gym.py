@@ -17,7 +17,7 @@ from qfleet.core.errors import ConfigError, QfleetError, did_you_mean
 from qfleet.envs.faults import raised
 from qfleet.envs.guarded import guarded
 from qfleet.envs.gymvector import GymVector
-from qfleet.envs.loop import Environment, LoopEnv, build_all
+from qfleet.envs.loop import Environment, LoopEnv, build_all, close_quietly
 from qfleet.envs.reward import AS_IT_IS, RewardShaping
 from qfleet.envs.spaces import Layout, read_layout
 from qfleet.envs.vector import VectorEnv
@@ -76,12 +76,12 @@ def make_gym(config: GymConfig, num_envs: int, evaluation: bool, render: bool, f
         if config.vectorisation == "sync" and config.autoreset not in _MODES:
             return LoopEnv([first, *build_all(factories[1:])], layout, shaping, config.frame_stack)
     except BaseException:
-        first.close()
+        close_quietly(first)
         raise
-    first.close()
+    close_quietly(first)
     if config.autoreset not in _MODES:
         makers = [Maker(make, "" if factory else config.id) for make in factories]
-        return WorkersEnv(makers, layout, shaping, config.frame_stack, config.step_timeout)
+        return WorkersEnv(makers, layout, shaping, config.frame_stack, config.step_timeout, evaluation)
     vector = SyncVectorEnv if config.vectorisation == "sync" else AsyncVectorEnv
     env = vector(guarded(factories, layout), autoreset_mode=_MODES[config.autoreset])
     return GymVector(env, layout, shaping, config.frame_stack)
@@ -154,7 +154,9 @@ def _made(name: str, make: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv) as error:
         reason, _, _ = str(error).partition(" Did you mean")  # the hint here knows the versions too
         end = "" if reason.endswith((".", "?")) else "."
-        raise ConfigError(f"no environment '{name}': {reason}{end}{did_you_mean(name, gymnasium.registry)}") from error
+        near = did_you_mean(name, gymnasium.registry)
+        own = near or " A class of your own is given in Python: env=CLASS in qfleet.train, resume and evaluate."
+        raise ConfigError(f"no environment '{name}': {reason}{end}{own}") from error
     except Exception as error:
         given = f" with kwargs {kwargs}" if kwargs else ""
         raise ConfigError(f"{name} cannot be made{given}: {type(error).__name__}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ class LoopEnv(VectorEnv):
     def close(self) -> None:
         """Close every environment."""
         for env in self._envs:
-            env.close()
+            close_quietly(env)
 
     def _restart(self, which: Bools) -> tuple[Leaves, Bools | None]:
         chosen = np.flatnonzero(which).tolist()
@@ -69,9 +70,9 @@ class LoopEnv(VectorEnv):
                     finals.append(final)
                     final_masks.append(mask)
                     observations[index], infos[index] = self._begin(index, self._journal.due(index))
-        except EnvironmentFault:
+        except (EnvironmentFault, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:  # an environment that calls sys.exit() does not end the run, and tells nothing
             raise self._raised(index, "step()", error) from error
         frames, mask = self._arrays(observations, infos, None)
         done = np.array(finished, np.int64)
@@ -99,7 +100,9 @@ class LoopEnv(VectorEnv):
             actions = [self._table[number] for number in self._journal.actions[index]]
             try:
                 last.append(replay(env, self._journal.seeds[index], actions))
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 what = raised("replaying its journal", error)
                 raise self._fault(index, what) from error
         return self._arrays([observation for observation, _ in last], [info for _, info in last], None)
@@ -109,13 +112,15 @@ class LoopEnv(VectorEnv):
         seed = self._draw_seed(index) if seeded else None
         try:
             first = self._envs[index].reset(seed=seed)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise self._raised(index, "reset()", error) from error
         if seed is not None:
             self._journal.open(index, seed)
         return first
 
-    def _raised(self, index: int, what: str, error: Exception) -> EnvironmentFault:
+    def _raised(self, index: int, what: str, error: BaseException) -> EnvironmentFault:
         """Return the fault of an environment that raised an exception, which it may do in a process of its own."""
         fault = self._fault(index, raised(what, error))
         fault.hint = _APART
@@ -181,6 +186,12 @@ def build_all(factories: Sequence[Callable[[], Environment]]) -> list[Environmen
             made.append(factory())
     except BaseException:
         for env in made:
-            env.close()
+            close_quietly(env)
         raise
     return made
+
+
+def close_quietly(env: Environment) -> None:
+    """Close an environment; what it raises then costs nobody anything."""
+    with contextlib.suppress(Exception):
+        env.close()

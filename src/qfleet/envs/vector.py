@@ -206,6 +206,10 @@ class VectorEnv(ABC):
             self._begin_anew(lost)
         self.cut = np.flatnonzero(lost)
 
+    def given_up(self) -> Sequence[int]:
+        """Return the environments that were lost and come back no more, unless all are reset."""
+        return ()
+
     def incidents(self) -> list[str]:
         """Return what has happened to environments since the last call and a person should know."""
         told, self._incidents = self._incidents, []

@@ -56,8 +56,11 @@ class WorkersEnv(VectorEnv):
         shaping: RewardShaping,
         frame_stack: int = 1,
         step_timeout: float = 60.0,
+        judging: bool = False,
     ) -> None:
+        """Make the environments. `judging` is for scores of given seeds: a lost first episode keeps its own."""
         super().__init__(layout, len(makers), shaping, frame_stack)
+        self._judging = judging
         self._journal = Journal(self.num_envs, RESEED_EVERY)
         self._phases = [Phase.AWAY] * self.num_envs
         self._broken = np.zeros(self.num_envs, bool)  # cut, and not told yet
@@ -136,6 +139,10 @@ class WorkersEnv(VectorEnv):
         self._phases[0] = Phase.IDLE
         return rgb_image(read_image(self._content), self.spec.name)
 
+    def given_up(self) -> list[int]:
+        """Return the environments that failed several times in a row."""
+        return [index for index, phase in enumerate(self._phases) if phase is Phase.GONE]
+
     def close(self) -> None:
         """End every process."""
         self._crew.close()
@@ -187,6 +194,8 @@ class WorkersEnv(VectorEnv):
             self._broken[index] |= self._phases[index] in (Phase.IDLE, Phase.BUSY, Phase.DONE)
             self._where[index] = f"episode {self._games[index]}, step {self._lengths[index]}, both counted from 0"
             self._phases[index] = Phase.AWAY
+            if self._judging and self._draws[index] == 1:
+                self._draws[index] = 0
         else:
             self._report(index, heard.cause, given_up=heard.what == "given up")
 

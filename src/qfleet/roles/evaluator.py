@@ -22,10 +22,11 @@ from qfleet.algo.flat import FlatParameters
 from qfleet.algo.networks import NetworkConfig, QNetwork, build_network
 from qfleet.core import seeding
 from qfleet.core.config import Config
+from qfleet.core.errors import ConfigError, EnvironmentFault
 from qfleet.core.protocols import Keep, Publisher, Receiver, Sender
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.spec import EnvSpec
-from qfleet.core.types import Evaluated, Ints, Notice, Weights
+from qfleet.core.types import Bools, Evaluated, Ints, Notice, Weights
 from qfleet.core.usercode import UserCode
 from qfleet.envs import EnvConfig, VectorEnv, make_env
 from qfleet.roles.acting import Acting
@@ -145,9 +146,17 @@ class Evaluator(Role):
         config = self._setup.evaluation
         if self._env is None:
             envs = min(config.envs, config.episodes)
-            self._env = make_env(self._setup.env, envs, evaluation=True, factory=self._setup.code.env)
+            self._env = self._made(envs)
         setup = self._setup
         return playing(self._network, self._env, config, setup.seed, "validation", config.episodes, setup.device)
+
+    def _made(self, envs: int) -> VectorEnv:
+        try:
+            return make_env(self._setup.env, envs, evaluation=True, factory=self._setup.code.env)
+        except ConfigError as error:
+            if self._handles.keep is None or not self._handles.keep.life:
+                raise
+            raise EnvironmentFault(str(error)) from error  # a former life could make it: no setting is wrong
 
     def _finish(self, returns: Doubles, lengths: Ints) -> None:
         weights, self._weights, self._playing, self.phase = self._weights, None, None, "running"
@@ -162,6 +171,9 @@ class Evaluator(Role):
         self._handles.score.publish(dataclasses.replace(result, weights=None, seconds=0.0))
         self._handles.events.send(result)
         self._commit()
+        for text in self._env.incidents() if self._env is not None else ():
+            if self._handles.events.ready():
+                self._handles.events.send(Notice(self.kind, 0, "environment", text))
 
     def _commit(self) -> None:
         """Make the model under evaluation outlive this process, which evaluates it anew if it must."""
@@ -234,6 +246,7 @@ def _wave(
     for number in range(config.max_episode_steps):
         yield number % _TICKS == _TICKS - 1
         tick = env.step(acting.act(observation, mask, epsilon, rng).action)
+        _require_all(env, going)
         acting.forget(tick.terminated | tick.truncated | ~tick.valid)
         lost = tick.cut[going[tick.cut]]
         score[lost], length[lost] = 0.0, 0  # its environment was lost; the episode begins anew
@@ -247,3 +260,14 @@ def _wave(
             break
         observation, mask = tick.observation, tick.mask
     return score[: len(seeds)], length[: len(seeds)]
+
+
+def _require_all(env: VectorEnv, going: Bools) -> None:
+    """Raise where an episode that is not over will never be: a score of 0 would be none."""
+    for index in env.given_up():
+        if going[index]:
+            said = "".join(f" It was told last: {text}" for text in env.incidents()[-1:])
+            raise EnvironmentFault(
+                f"{env.spec.name}, environment {index}: its episode of this evaluation has no score, since it failed"
+                f" several times in a row and was given up.{said}"
+            )

@@ -263,7 +263,10 @@ class RevivingPlacement(SupervisedPlacement):
             life = self._lives.get(member.name)
             replaceable = self._replaceable(member)
             hurried_s = waited if member.name in self._brief else 0.0
-            verdict = self._watchdog.verdict(member.name, member.report, replaceable, now, self._pausing, hurried_s)
+            report = member.report
+            if report.phase == "starting" and member.ready_at is not None:
+                report = replace(report, phase="running")  # it was ready, and has not reported since
+            verdict = self._watchdog.verdict(member.name, report, replaceable, now, self._pausing, hurried_s)
             if life is not None and verdict:
                 life.condemn(verdict)
         if self._running:

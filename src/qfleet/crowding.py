@@ -7,7 +7,7 @@ from qfleet.control.planner_limits import PROCESS_BYTES
 from qfleet.control.resources import usable_cores
 from qfleet.core.announcing import announce
 from qfleet.core.errors import ConfigError
-from qfleet.experiment import Experiment
+from qfleet.experiment import Experiment, flattened
 from qfleet.replay.memory import available_memory
 from qfleet.roles.inference_server import ServedInference
 
@@ -58,4 +58,5 @@ def _most(experiment: Experiment) -> str:
     """Return, with its value, the flag that most of a run's processes follow from."""
     counted = {name: count for name, count in processes(experiment).items() if name != _EVALUATOR}
     name = max(counted, key=counted.__getitem__)
-    return f"--{name.replace('_', '-')} (now {counted[name]:,})"
+    value = dict(flattened(experiment.model_dump()))[name]  # of which a learner that is split makes several
+    return f"--{name.replace('_', '-')} (now {value:,})"

@@ -223,6 +223,7 @@ def test_more_processes_than_a_container_has_cores_for_are_told_before_any_begin
     [
         ({"actors": 2, "spare_actors": 7}, "--spare-actors (now 7)"),
         ({"actors": 8, "replay.shards": 8, "learners": 9}, "--learners (now 9)"),
+        ({"learners": 2, "parallel.tensor": 5}, "--learners (now 2)"),
         ({"actors": 6, "inference": {"kind": "served", "servers": 6}}, "--actors (now 6)"),
         ({"learners": 3, "parallel.update": {"kind": "server", "servers": 7}}, "--parallel.update.servers (now 7)"),
     ],

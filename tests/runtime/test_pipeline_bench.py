@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,3 +127,29 @@ def test_the_emulators_alone_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ale_py")
     monkeypatch.setattr(full, "RAW_GAMES", 2)
     assert full.raw_rate(0.2) > 10
+
+
+def test_only_looks_at_the_gpu_count_that_fall_into_the_time_that_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It idles while the run is planned, begins and is closed."""
+    says, looker = tmp_path / "says", tmp_path / "nvidia-smi"
+    says.write_text("3\n")
+    looker.write_text(f"#!/bin/sh\ncat {says}\n")
+    looker.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(full, "_LOOK_S", 0.02)
+
+    def planned(changes: Any, seconds: float) -> Pace:
+        time.sleep(0.3)
+        says.write_text("96\n")
+        time.sleep(0.2)
+        began = time.perf_counter()
+        time.sleep(0.3)
+        ended = time.perf_counter()
+        says.write_text("3\n")
+        time.sleep(0.6)
+        return replace(made_up(1.0, 1.0, 1.0), began=began, ended=ended)
+
+    monkeypatch.setattr(full, "planned", planned)
+    assert full._gpu(1.0).ours == "96%"

@@ -101,11 +101,10 @@ def _raw(seconds: float) -> Row:
 
 
 def _gpu(seconds: float) -> Row:
-    with _watched_gpu() as shares:
-        planned(OFTEN, seconds)
-    # It idles while the run is planned and begins: what counts is the end.
-    looks = shares[-int(seconds / _LOOK_S) :]
-    share = statistics.median(looks) if looks else None
+    with _watched_gpu() as looks:
+        pace = planned(OFTEN, seconds)
+    shares = [share for at, share in looks if pace.began <= at <= pace.ended]
+    share = statistics.median(shares) if shares else None
     return Row(
         what="Pong as planned, one update of 32 for each step: share of the time that the GPU works",
         ours="unknown" if share is None else f"{share:.0%}",
@@ -115,21 +114,22 @@ def _gpu(seconds: float) -> Row:
 
 
 @contextmanager
-def _watched_gpu() -> Iterator[list[float]]:
-    """Yield a list that grows by what `nvidia-smi` says of the GPU, until the end."""
-    shares: list[float] = []
+def _watched_gpu() -> Iterator[list[tuple[float, float]]]:
+    """Yield a list that grows by what `nvidia-smi` says of the GPU and when it did, until the end."""
+    looks: list[tuple[float, float]] = []
     over = threading.Event()
 
     def look() -> None:
         words = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "--id=0"]
         while not over.wait(_LOOK_S):
             with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-                shares.append(float(subprocess.run(words, capture_output=True, check=True, timeout=5).stdout) / 100)
+                said = subprocess.run(words, capture_output=True, check=True, timeout=5).stdout
+                looks.append((time.perf_counter(), float(said) / 100))
 
     watcher = threading.Thread(target=look, daemon=True)
     watcher.start()
     try:
-        yield shares
+        yield looks
     finally:
         over.set()
         watcher.join()

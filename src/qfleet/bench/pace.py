@@ -32,6 +32,9 @@ class Pace:
     """Seconds of waiting, likewise."""
     cores_busy: float | None = None
     """Share of the time that the machine's cores worked, for whomever; None where nobody counts it."""
+    began: float = 0.0
+    ended: float = 0.0
+    """That time, by `time.perf_counter`."""
 
     def busy_share(self, kind: str) -> float:
         """Return which share of its time a kind of role worked."""
@@ -56,7 +59,8 @@ def measure_pace(experiment: Experiment, code: UserCode, seconds: float, warm_up
             after, busy = placement.reports(), cores.busy()
         finally:
             placement.close()
-    return Pace(made / spent, learned, made, _grown(before, after, _busy_s), _grown(before, after, _idle_s), busy)
+    worked, idled = _grown(before, after, _busy_s), _grown(before, after, _idle_s)
+    return Pace(made / spent, learned, made, worked, idled, busy, began, began + spent)
 
 
 def _advance(placement: Placement, handles: MonitorHandles) -> None:

@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 import torch
 from plan_cases import measurements
+from plan_cases import resources as machine_of
 
 from qfleet import planning
 from qfleet.control import kept, machine, pieces, resources, rig
 from qfleet.control import measurements as known
 from qfleet.control.machine import arranged, env_sizes
 from qfleet.control.measurements import Measurements, at
+from qfleet.control.planner import make_plan
+from qfleet.control.planner_limits import most_actors
 from qfleet.core.errors import QfleetError
 from qfleet.core.usercode import UserCode
 from qfleet.experiment import Experiment, with_changes
@@ -156,6 +159,22 @@ def test_an_environment_that_sleeps_is_told_from_a_busy_machine(share: float, mo
     if share == 1.0:
         monkeypatch.setattr(machine, "_timed", lambda *rest: pytest.fail("measured again"))
         assert measured(run, code) == found
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_actors_that_sleep_are_more_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sleeping environment was taken for a core that is busy, so that two actors had half of two cores idle."""
+    monkeypatch.setattr(Waiting, "seconds", 0.005)
+    monkeypatch.setattr(machine, "core_share", lambda seconds: 1.0)
+    plan = plan_run(waiting(), UserCode(env=Waiting), {"placement", "actor.envs"}, lambda text: None)
+    found = plan.measurements
+    assert found is not None
+    assert at(found.actor_cpu, 4) < 0.5 * at(found.actor_tick, 4)
+    two = machine_of(2)
+    assert most_actors(waiting(), found, two) == 4 * 2 - 3
+    assert make_plan(waiting(), found, two, {"placement", "actor.envs"}).settings["actors"] > 2
+    awake = found.replace(actor_cpu=found.actor_tick)
+    assert most_actors(waiting(), awake, two) == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs processes that share one core")

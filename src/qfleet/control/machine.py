@@ -50,7 +50,9 @@ THREADS_PAY_S = 1e-3
 """Updates shorter than this are not shared among threads: handing the work out takes as long."""
 AT_ONCE = 16
 """Updates whose batches may be drawn at once for a GPU."""
-MEANING = 2
+SLEEPS = 0.2
+"""The least part of an actor's time in which it wants no core that is no accident of timing."""
+MEANING = 3
 """Raised whenever something else is measured than before, so that what is remembered is measured anew."""
 ROWS = 100_000
 """The replay of a measurement is no larger."""
@@ -68,6 +70,8 @@ class Costs:
     """For each update, publishing included."""
     beside: float
     """Processor time for each environment step in threads and processes of the environments' own."""
+    slept: float
+    """Seconds of an environment step in which its actor waited and wanted no core; 0 where those are few."""
     cpu_share: float
     """Processor time as a part of the seconds, 1 at most."""
     core_share: float
@@ -116,7 +120,9 @@ def measure(
         act_cuda=_acting(experiment, spec, code, (*sizes, 4 * sizes[-1]), "cuda") if resources.gpu else (),
         request_message=tuple((size, request_seconds(spec, size)) for size in sizes),
         actor_tick=tuple((size, size * costs[size].actor) for size in sizes),
-        actor_cpu=tuple((size, size * (costs[size].actor + costs[size].beside)) for size in sizes),
+        actor_cpu=tuple(
+            (size, size * max(one.actor + one.beside - one.slept, 0.0)) for size, one in sorted(costs.items())
+        ),
         two_groups=_two_groups(build, experiment, first) if _steps_elsewhere(experiment) else None,
         replay=first.replay,
         learners=learners,
@@ -286,8 +292,10 @@ def _timed(build: Build, experiment: Experiment) -> Costs:
             rounds.append(play(rig, PIECE_S / ROUNDS, on_gpu))
     total = functools.reduce(operator.add, rounds)
     agent, period = experiment.agent, experiment.learner.train_period
+    slept = 0.0 if on_gpu else min(shares) * total.wall - total.cpu
     return Costs(
         actor=min((one.actor / one.steps for one in rounds if one.steps), default=total.actor),
+        slept=slept / max(total.steps, 1) if slept > SLEEPS * total.actor else 0.0,
         replay=total.replay / max(total.steps, 1),  # not by rounds: some draw fewer batches for their steps
         update=min(one.learner / max(one.updates, 1) for one in rounds),
         beside=max(0.0, total.cpu - total.wall) / max(total.steps, 1),

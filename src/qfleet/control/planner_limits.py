@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qfleet.control.measurements import Measurements
+from qfleet.control.measurements import Measurements, at
 from qfleet.control.prediction import Arrangement, replaying
 from qfleet.control.resources import Resources
 from qfleet.experiment import Experiment
@@ -12,6 +12,8 @@ PROCESS_BYTES = 150 * 2**20
 """Memory of one role's process that it shares with no other."""
 OTHERS = 3
 """Processes besides the actors: replay (one shard), learner, evaluator."""
+PER_CORE = 4
+"""Processes for each core, at most, where actors sleep most of the time."""
 STEPS_OF_EACH = 1000
 """Every environment plays at least so many steps of the budget: more of them would only see beginnings."""
 
@@ -30,10 +32,13 @@ def within(experiment: Experiment, way: Arrangement) -> bool:
 
 
 def most_actors(experiment: Experiment, measured: Measurements, resources: Resources) -> int:
-    """Return how many actors the cores and the memory allow: one for each core at most, and always one."""
+    """Return how many actors the cores and the memory allow: one for each core that they keep busy, and always one."""
     others = OTHERS + experiment.replay.shards - 1
     spare = resources.memory - replay_bytes(experiment, measured) - others * PROCESS_BYTES
-    return max(1, min(int(resources.cores), spare // PROCESS_BYTES))
+    envs, cores = experiment.actor.envs, int(resources.cores)
+    work = min(1.0, at(measured.actor_cpu, envs) / at(measured.actor_tick, envs))
+    sleepers = min(int(cores / max(work, 1e-3)), PER_CORE * cores - others)
+    return max(1, min(max(cores, sleepers), spare // PROCESS_BYTES))
 
 
 def replay_bytes(experiment: Experiment, measured: Measurements) -> int:

@@ -243,8 +243,20 @@ def test_a_plan_is_for_its_own_experiment_and_its_own_numbers() -> None:
     assert apply_plan(same, plan, fixed=set(plan.settings) | {"placement"}) == same
 
 
+_OTHER = "preset: mountaincar\nalgo: dqn\nplacement: processes\nsettings: {%s: ray}"
+
+
 @pytest.mark.parametrize(
-    ("text", "said"), [("", "configuration"), ("actors: 2", "unknown setting 'actors'"), ("[", "cannot be read")]
+    ("text", "said"),
+    [
+        ("", "configuration"),
+        ("actors: 2", "unknown setting 'actors'"),
+        ("[", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        (_OTHER % "placement", "placement is not for a plan's settings to say"),
+        (_OTHER % "env.id", "env.id is not for a plan's settings to say"),
+    ],
+    ids=["empty", "unknown", "cut", "deep", "placement", "environment"],
 )
 def test_what_is_no_plan_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "plan.yaml").write_text(text)

@@ -58,8 +58,11 @@ def test_the_doctor_looks_there_and_tells_of_a_folder_that_is_none(
     assert doctor._shared_memory()["path"] == str(elsewhere)
     monkeypatch.setenv(ELSEWHERE, str(elsewhere / "none"))
     assert ELSEWHERE in doctor._shared_memory()["complaint"]
-    with pytest.raises(ConfigError, match="not a folder that can be written to"):
-        shared_memory_root()
+    (elsewhere / "file").touch(mode=0o777)
+    for name in ("none", "file"):
+        monkeypatch.setenv(ELSEWHERE, str(elsewhere / name))
+        with pytest.raises(ConfigError, match="not a folder that can be written to"):
+            shared_memory_root()
 
 
 def test_without_either_it_is_the_temporary_folder(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:

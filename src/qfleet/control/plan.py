@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from qfleet.control.measurements import Measurements
 from qfleet.control.resources import Resources
 from qfleet.core.config import Config, describe
 from qfleet.core.errors import ConfigError
+
+_FIELDS_OF_ITS_OWN = ("preset", "algo", "placement")
 
 
 class PlannedRole(Config):
@@ -78,6 +80,15 @@ class Plan(Config):
         """Return the plan as text that `from_yaml` reads back to an equal one."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
+    @field_validator("settings")
+    @classmethod
+    def _about_arrangement(cls, settings: dict[str, int | float | str]) -> dict[str, int | float | str]:
+        """Refuse settings that say what is run, and not how: it would be another experiment under the same name."""
+        for name in settings:
+            if name in _FIELDS_OF_ITS_OWN or name == "env.id" or name.startswith("env.kwargs"):
+                raise ValueError(f"{name} is not for a plan's settings to say")
+        return settings
+
     @classmethod
     def from_yaml(cls, path: Path) -> Plan:
         """Load a saved plan; refuses anything that is not one, naming the file and the field."""
@@ -85,7 +96,7 @@ class Plan(Config):
             tree: Any = yaml.safe_load(path.read_text())
         except FileNotFoundError:
             raise ConfigError(f"there is no plan {path}; `qfleet plan PRESET --save {path}` makes one") from None
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
             raise ConfigError(f"{path}: cannot be read as a plan ({error})") from error
         try:
             return cls.model_validate(tree)

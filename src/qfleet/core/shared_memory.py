@@ -20,7 +20,7 @@ _USUAL = Path("/dev/shm")
 def shared_memory_root() -> Path:
     """Return the folder that lies in memory, or the temporary folder where a system has none; or the one wished for."""
     if wished := os.environ.get(ELSEWHERE):
-        if not os.access(wished, os.W_OK | os.X_OK):
+        if not (Path(wished).is_dir() and os.access(wished, os.W_OK | os.X_OK)):
             raise ConfigError(f"{ELSEWHERE} is '{wished}', which is not a folder that can be written to")
         return Path(wished)
     return _USUAL if _USUAL.is_dir() else Path(tempfile.gettempdir())

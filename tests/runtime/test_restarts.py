@@ -326,7 +326,7 @@ def test_a_role_whose_long_lives_come_to_nothing_is_not_begun_anew_for_ever(monk
 
 def test_who_was_idle_is_not_to_blame_for_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reviving, "_QUICK_S", 1e-9)
-    placement = ProcessPlacement(kept_pipeline(40, pace_s=0.05), restarts=0)
+    placement = ProcessPlacement(kept_pipeline(2, pace_s=3.0), restarts=0)  # killed between two messages
     killed = 0
 
     def consumer_idles() -> bool:
@@ -338,7 +338,7 @@ def test_who_was_idle_is_not_to_blame_for_a_death(monkeypatch: pytest.MonkeyPatc
         os.kill(placement.pids()["kept_consumer-0"], signal.SIGKILL)
         killed += 1
         wait_until(lambda: not consumer_idles(), "its death is seen")
-    assert run_to_end(placement)["kept_consumer"]["position"] == 40
+    assert run_to_end(placement)["kept_consumer"]["position"] == 2
 
 
 def test_a_role_that_is_stopped_before_its_first_report_does_not_hold_up_a_pause(

@@ -72,7 +72,7 @@ class LoopEnv(VectorEnv):
                     observations[index], infos[index] = self._begin(index, self._journal.due(index))
         except (EnvironmentFault, KeyboardInterrupt):
             raise
-        except BaseException as error:  # an environment that calls sys.exit() does not end the run, and tells nothing
+        except BaseException as error:  # sys.exit() in an environment must not end the run without a word
             raise self._raised(index, "step()", error) from error
         frames, mask = self._arrays(observations, infos, None)
         done = np.array(finished, np.int64)

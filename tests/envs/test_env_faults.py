@@ -98,7 +98,10 @@ def test_an_exception_in_reset_is_a_fault_with_its_cause():
             GymConfig(id="CartPol-v1"),
             r"'CartPol-v1': Environment `CartPol` doesn't exist\. Did you mean 'CartPole-v1'\?$",
         ),
-        (GymConfig(id="nowhere/Env-v0"), r"^no environment 'nowhere/Env-v0': [^?]*\?( Did you mean '[^']*'\?)?$"),
+        (
+            GymConfig(id="nowhere/Env-v0"),
+            r"^no environment 'nowhere/Env-v0': [^?]*\?( Did you mean '[^']*'\?| A class of your own.*)$",
+        ),
         (GymConfig(id="no_such_module_here:Env-v0"), "no_such_module_here"),
         (
             GymConfig(id="CartPole-v1", kwargs={"colour": "red"}),

@@ -326,19 +326,20 @@ def test_a_role_whose_long_lives_come_to_nothing_is_not_begun_anew_for_ever(monk
 
 def test_who_was_idle_is_not_to_blame_for_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reviving, "_QUICK_S", 1e-9)
-    placement = ProcessPlacement(kept_pipeline(2, pace_s=3.0), restarts=0)  # killed between two messages
-    killed = 0
+    placement = ProcessPlacement(kept_pipeline(600, pace_s=1.0), restarts=0)  # killed between two messages
 
-    def consumer_idles() -> bool:
+    def idles(life: int) -> bool:
         placement.advance()
-        return bool(placement.reports()[1].idle)
+        consumer = placement.reports()[1]
+        return bool(consumer.idle) and consumer.metrics["life"] == life
 
-    while killed < 3:
-        wait_until(consumer_idles, "it waits for a message")
+    for life in range(3):
+        wait_until(lambda life=life: idles(life), "it waits for a message")  # type: ignore[misc]
         os.kill(placement.pids()["kept_consumer-0"], signal.SIGKILL)
-        killed += 1
-        wait_until(lambda: not consumer_idles(), "its death is seen")
-    assert run_to_end(placement)["kept_consumer"]["position"] == 2
+    wait_until(lambda: idles(3), "it was begun anew each time")
+    pids = list(placement.pids().values())
+    placement.close()
+    assert_nothing_left(pids)
 
 
 def test_a_role_that_is_stopped_before_its_first_report_does_not_hold_up_a_pause(

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from qfleet.accel.graphs import WARMUPS
+from qfleet.accel.staging import SLOTS
 from qfleet.bench.feed import busy
 from qfleet.control.feeding import ReplayRows
 from qfleet.control.pieces import experience
@@ -64,6 +66,7 @@ def fed(updates: int) -> tuple[Updating, Iterator[Batch]]:
 
     for _ in range(ROWS // (2 * len(message.action))):
         replay.append(dataclasses.replace(message, sequence=next(numbers)))
+    drawn()  # what was stored until now is not for one of the batches to bring up
     learning = build_learning(setup, Learner.kind, None)
     learning.look_at(ReplayRows(replay), setup, whole=True)
     return learning.updating(setup), itertools.cycle([drawn() for _ in range(VARIETY)])
@@ -73,7 +76,7 @@ def learn(updating: Updating, batches: Iterator[Batch], count: int) -> None:
     """Learn from so many batches."""
     for batch in itertools.islice(batches, count):
         updating.advance(batch)
-        updating.finished(wait=False)
+        updating.finished()
 
 
 def settle() -> None:
@@ -127,7 +130,7 @@ def main() -> None:
     for updates in options.draws:
         updating, batches = fed(updates)
         count = max(1, 16 // updates)
-        learn(updating, batches, 8 * count)  # recordings are made, memory is there
+        learn(updating, batches, SLOTS * (WARMUPS + 2))  # recordings are made, memory is there
         whole = 1e6 * seconds_of(updating, batches, count, options.seconds) / updates
         host = 1e6 * host_seconds(updating, batches) / updates if DEVICE == "cuda" else None
         run = kernels(updating, batches, options.profiled) if DEVICE == "cuda" else None

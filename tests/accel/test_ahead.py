@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any
 
@@ -102,10 +103,10 @@ def learn_from(updating: Updating, batches: list[Batch]) -> list[Finished]:
     finished = []
     for batch in batches:
         updating.advance(batch)
-        finished += updating.finished(wait=False)
+        finished += updating.finished()
     while updating.waiting:
         updating.advance(None)
-    return finished + updating.finished(wait=True)
+    return finished + updating.finished(math.inf)
 
 
 def told(finished: list[Finished]) -> list[Any]:

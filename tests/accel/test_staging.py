@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -175,11 +176,11 @@ def test_results_arrive_whole_and_in_order_though_the_device_goes_on(moves):
             returning.send(sent, (priority, made))
             sent += 1
         elif move == "ask":
-            found += returning.arrived(wait=False)
+            found += returning.arrived()
         else:
             link.run(COMPUTING, move)
         assert len(returning) == sent - len(found)
-    found += returning.arrived(wait=True)
+    found += returning.arrived(math.inf)
     assert [label for label, _ in found] == list(range(sent))
     for label, (priorities, flag) in found:
         assert priorities.tolist() == [label] * 4
@@ -191,8 +192,8 @@ def test_what_has_not_arrived_is_not_waited_for_unless_asked():
     link = FakeLink()
     returning: Returning[str] = Returning(link)
     returning.send("first", (torch.ones(2),))
-    assert returning.arrived(wait=False) == []
-    assert [label for label, _ in returning.arrived(wait=True)] == ["first"]
+    assert returning.arrived() == []
+    assert [label for label, _ in returning.arrived(math.inf)] == ["first"]
 
 
 def test_memory_for_results_is_used_again():
@@ -200,7 +201,7 @@ def test_memory_for_results_is_used_again():
     returning: Returning[int] = Returning(link)
     for size in (2, 2, 2, 3, 3):
         returning.send(size, (torch.ones(size),))
-        returning.arrived(wait=True)
+        returning.arrived(math.inf)
     assert link.made == 2
 
 
@@ -225,8 +226,8 @@ def test_on_a_gpu_every_batch_is_read_whole_however_long_the_device_takes(record
         if number % 2:
             torch.cuda._sleep(5_000_000)
         returning.send(number, (staging.use(),))
-        found += returning.arrived(wait=False)
-    found += returning.arrived(wait=True)
+        found += returning.arrived()
+    found += returning.arrived(math.inf)
     assert [label for label, _ in found] == list(range(40))
     for label, (values,) in found:
         assert values.tolist() == [label] * 4 + [label + 0.5]

@@ -11,8 +11,8 @@ import torch
 from plan_cases import GIB, US, experiment, measurements, resources
 
 import qfleet.planning as planning
-from qfleet.control import machine, pieces
-from qfleet.control.feeding import FeedCost, feed_cost
+from qfleet.control import feeding, machine, pieces
+from qfleet.control.feeding import BATCHES, STREAMS, FeedCost, feed_cost
 from qfleet.control.measurements import LearnerCost
 from qfleet.control.planner import make_plan
 from qfleet.core.spec import PLAIN, EnvSpec, LeafSpec
@@ -128,3 +128,16 @@ def test_a_gpu_is_timed_with_every_number_of_draws_that_is_allowed(changes: dict
     found = list(machine._on_gpu(None, run, first, feed))
     assert asked == tried == [cost.updates_per_draw for cost in found]
     assert [cost.seconds for cost in found] == [pytest.approx(25 * US / updates) for updates in tried]
+
+
+def test_no_batch_brings_up_more_than_what_came_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of them had all that the replay was filled with: updates seemed to take a third longer."""
+    learned: list[Any] = []
+
+    def look(setup: Any, batches: list[Any], rows: Any) -> float:
+        learned.extend(batches)
+        return 1.0
+
+    monkeypatch.setattr(feeding, "_update_seconds", look)
+    fed(mirrored=True, **{"learner.train_period": 4.0})
+    assert [len(batch.fresh) for batch in learned] == [STREAMS] * BATCHES

@@ -64,9 +64,10 @@ def test_spare_actors_are_few_and_have_cores_memory_budget_and_replay(
 def test_a_run_that_waits_for_its_learner_has_actors_in_reserve() -> None:
     few = planned(measurements(env=20 * US, learner=1000 * US))
     assert (few.settings["actors"], few.settings["spare_actors"]) == (1, 1)
-    many = planned(measurements(env=400 * US, learner=40 * US), 32)
-    assert (many.settings["actors"], many.settings["spare_actors"]) == (8, 2)
-    assert apply_plan(experiment(), many).spare_actors == 2
+    longer = experiment(env_steps=2_000_000, **{"replay.capacity": 1_000_000})
+    many = planned(measurements(env=400 * US, learner=40 * US), 32, longer)
+    assert (many.settings["actors"], many.settings["spare_actors"]) == (11, 2)
+    assert apply_plan(longer, many).spare_actors == 2
 
 
 def test_there_is_no_spare_actor_where_it_would_only_crowd_or_find_no_room() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from qfleet.core import codec
 from qfleet.core.errors import QfleetError
 from qfleet.core.role import DONE, WORKED, Idle
 from qfleet.core.types import Batch
+from qfleet.roles import learning
 from qfleet.roles.learner import Learner
 from qfleet.roles.learner_setup import GroupConfig
 from qfleet.roles.updating import Ahead, OneByOne
@@ -30,10 +32,8 @@ LATE = 3
 
 
 def make_ahead(late: int = LATE, **changes: Any) -> tuple[Learner, dict[str, Edge]]:
-    learner, edges = make_learner(**changes)
-    learner._learning.updating = lambda setup: Ahead(learner._update, HastyLink(late), 4, lambda work: work)
-    learner._updating = learner._learning.updating(learner._setup)
-    return learner, edges
+    with patch.object(learning, "link_for", lambda setup: HastyLink(late)):
+        return make_learner(**changes)
 
 
 def feed(learner: Learner, edges: dict[str, Edge], batches: list[Batch]) -> None:
@@ -112,8 +112,9 @@ def test_with_nothing_else_to_do_it_waits_for_the_device_and_tells_the_prioritie
     feed(learner, edges, batches_of(4, 2))
     learner.step()
     assert len(edges["priorities"].queue) == 0
-    assert learner.step() == WORKED
-    assert len(edges["priorities"].queue) == edges["updates"].count == 2
+    for done in (1, 2):  # it looks for a batch before it waits again: the device must not run out of work
+        assert learner.step() == WORKED
+        assert len(edges["priorities"].queue) == edges["updates"].count == done
     assert learner.step() == WORKED  # publishes
     assert isinstance(learner.step(), Idle)
 
@@ -217,6 +218,40 @@ def test_a_kept_state_counts_what_it_holds():
 )
 def test_only_a_learner_alone_beside_other_processes_works_ahead_of_its_gpu(monkeypatch, changes, kind):
     learner, _ = make_learner()
-    monkeypatch.setattr("qfleet.roles.learning.CudaLink", lambda device: HastyLink(0))
+    monkeypatch.setattr(learning, "CudaLink", lambda device: HastyLink(0))
     setup = dataclasses.replace(learner._setup, **changes)
+    learner._learning.link = learning.link_for(setup)
     assert type(learner._learning.updating(setup)) is kind
+
+
+@pytest.mark.parametrize("late", [0, 1, 5, 10**6])
+@pytest.mark.parametrize("period", [1, 3])
+def test_weights_that_leave_the_device_meanwhile_are_those_of_their_version(late, period):
+    batches = batches_of(11, 20)
+    plain, plain_edges = make_learner(publish_period=1)
+    plain.step()
+    feed(plain, plain_edges, batches)
+    known = {weights.version.number: weights for weights in plain_edges["weights"].queue}
+    learner, edges = make_ahead(late, publish_period=period)
+    edges["env_steps"].count = 7
+    feed(learner, edges, batches)
+    finish(learner, edges)
+    published = list(edges["weights"].queue)
+    for weights in published:
+        assert np.array_equal(weights.flat, known[weights.version.number].flat)
+        assert weights.checksum == known[weights.version.number].checksum
+        assert weights.env_steps == 7
+    numbers = [weights.version.number for weights in published]
+    assert numbers == sorted(set(numbers))
+    assert numbers[-1] == 20, "the last ones come out, too"
+    assert late or len(numbers) >= 20 // period, "a busy learner publishes, too"
+
+
+def test_a_learner_with_work_to_do_does_not_wait_for_weights_to_leave_its_device():
+    """It waited for all that the device had before it, which then had nothing to do while weights were published."""
+    learner, edges = make_ahead(late=10**6, publish_period=1)
+    feed(learner, edges, batches_of(12, 6))
+    assert len(edges["weights"].queue) == 0
+    while not isinstance(learner.step(), Idle):
+        pass
+    assert [weights.version.number for weights in edges["weights"].queue] == [1, 6]

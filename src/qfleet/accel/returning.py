@@ -37,10 +37,13 @@ class Returning(Generic[Label]):
             self._link.copy(host, result)
         self._pending.append((label, memory, self._link.mark()))
 
-    def arrived(self, wait: bool) -> list[tuple[Label, list[Array]]]:
-        """Return the lots that have arrived since the last call, the oldest first; with `wait`, all that were sent."""
-        found = []
-        while self._pending and (wait or self._pending[0][2].query()):
+    def arrived(self, least: float = 0) -> list[tuple[Label, list[Array]]]:
+        """Return the lots that have arrived since the last call, the oldest first.
+
+        Waits until there are `least` of them, or all that were sent: all where it is infinite.
+        """
+        found: list[tuple[Label, list[Array]]] = []
+        while self._pending and (len(found) < least or self._pending[0][2].query()):
             label, memory, mark = self._pending.popleft()
             mark.synchronize()
             found.append((label, [host.numpy().copy() for host in memory]))

@@ -59,12 +59,16 @@ class FlatParameters:
         """Set all gradients to zero, in place."""
         self.gradients.zero_()
 
+    @property
+    def values(self) -> Tensor:
+        """[P + Q] parameters and buffers, as `to_numpy` copies them; not to be changed."""
+        self._check_views()
+        return self._values
+
     def to_numpy(self) -> Floats:
         """Return a copy [P + Q] of parameters and buffers. On a GPU this waits for the device."""
-        self._check_views()
-        if self._values.device.type == "cpu":
-            return self._values.numpy().copy()
-        return self._staged().copy_(self._values).numpy()
+        values = self.values
+        return values.numpy().copy() if values.device.type == "cpu" else self._staged().copy_(values).numpy()
 
     def load_numpy(self, array: Floats) -> None:
         """Overwrite parameters and buffers, in place, with what `to_numpy` of an equal network returned."""

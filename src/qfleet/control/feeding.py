@@ -65,6 +65,7 @@ def feed_cost(setup: LearnerSetup, config: ReplayConfig, mirrored: bool) -> Feed
 
     for _ in range(max(shrunk.capacity // (2 * rows), 2 * agent.n_step)):
         store()
+    draw()  # what was stored until now is not for one of the batches to bring up
     batches = []
     for _ in range(BATCHES):
         store()
@@ -106,6 +107,6 @@ def _update_seconds(setup: LearnerSetup, batches: list[Batch], rows: ReplayRows 
 def _learn(updating: Updating, batches: list[Batch], device: str) -> None:
     for batch in batches:
         updating.advance(batch)
-        updating.finished(wait=False)
+        updating.finished()
     if device == "cuda":
         torch.cuda.synchronize()

@@ -52,7 +52,7 @@ AT_ONCE = 16
 """Updates whose batches may be drawn at once for a GPU."""
 SLEEPS = 0.2
 """The least part of an actor's time in which it wants no core that is no accident of timing."""
-MEANING = 3
+MEANING = 4
 """Raised whenever something else is measured than before, so that what is remembered is measured anew."""
 ROWS = 100_000
 """The replay of a measurement is no larger."""

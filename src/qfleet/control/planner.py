@@ -19,6 +19,9 @@ from qfleet.roles.inference_server import ServedInference
 
 ALIKE = 0.03
 """Of arrangements that are slower than the fastest by less, the most modest is taken."""
+LEAD = 1.3
+"""A learner that holds a run up never waits where all others could go on so many times as fast: what they bring comes
+unevenly, and predictions err by a seventh."""
 UNROLLS = (1, 2, 4, 8, 16, 32, 64)
 DRAWN, STEPPING = "learner.updates_per_draw", "env.threads"
 GUSTS = 2
@@ -73,10 +76,18 @@ def _best(experiment: Experiment, measured: Measurements, resources: Resources, 
     ]
     fastest = max((prediction for _, prediction in tried), key=lambda prediction: prediction.rate)
     alike = [(way, prediction) for way, prediction in tried if prediction.rate >= (1 - ALIKE) * fastest.rate]
+    if fastest.bottleneck == "learner":
+        alike = _leading(alike)
     alike.sort(key=lambda one: _modesty(experiment, one[0], fastest.leaves_gaps))
     computing, asked = _inference(experiment, measured, fixed), adaptive_asked(experiment, fixed)
     both = (sides(experiment, measured, resources.cores, one, computing, asked) for one in alike)
     return next((found for found in both if len(found) > 1), alike[:1])
+
+
+def _leading(alike: list[Tried]) -> list[Tried]:
+    """Return those that keep the learner at work: where none leads by enough, the ones that lead by most."""
+    enough = min(LEAD, max(prediction.lead for _, prediction in alike))
+    return [(way, prediction) for way, prediction in alike if prediction.lead >= (1 - ALIKE) * enough]
 
 
 def _modesty(experiment: Experiment, way: Arrangement, gaps: bool) -> tuple[float, ...]:

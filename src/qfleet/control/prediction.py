@@ -54,6 +54,8 @@ class Prediction:
     """The kind of role, or "cores", that limits the rate."""
     sampling: bool = False
     """Whether it is limited by what actors do, or wait for: not by a learner, or one that takes the cores."""
+    lead: float = math.inf
+    """How many times as fast as the learner all others could go on."""
     free_cores: float = math.inf
     """Cores that one actor's environments find free while they step in threads; inf where those are enough, or where
     sampling does not limit the rate."""
@@ -121,7 +123,8 @@ def predict(experiment: Experiment, measured: Measurements, cores: float, way: A
     sampling = slowest in ("actor", "inference") or (slowest == "cores" and cpu + inference > replay + learning)
     crowd = sampling and slowest != "inference" and among_others > tick.length
     free = tick.burst / (among_others - tick.rest) if crowd else math.inf
-    return Prediction(actor, cpu, inference, replay, learner, limits[slowest], slowest, sampling, free)
+    lead = min(limit for kind, limit in limits.items() if kind != "learner") / limits["learner"]
+    return Prediction(actor, cpu, inference, replay, learner, limits[slowest], slowest, sampling, lead, free)
 
 
 def _acting(measured: Measurements, way: Arrangement) -> tuple[Tick, float]:

@@ -98,7 +98,7 @@ class Learner(Role):
         self._publishing: Publishing | None = None
         if handles.weights is not None and handles.models is not None:
             shown = Shown(handles.weights, handles.models, handles.env_steps, handles.keyframes)
-            self._publishing = Publishing(setup, self._update, lambda: self._version, shown)
+            self._publishing = Publishing(setup, self._update, lambda: self._version, shown, self._learning.link)
         self._epoch = 0
         self._ended = False
         self._kept_at = time.monotonic()
@@ -133,7 +133,7 @@ class Learner(Role):
 
     def _commit(self) -> State:
         """Make the present state outlive this process; return it."""
-        self._account(wait=True)
+        self._account(math.inf)
         state = self._state()
         if self._handles.keep is not None and self._first:
             self._handles.keep.commit({"life": self._handles.keep.life, "state": state})
@@ -151,7 +151,7 @@ class Learner(Role):
                 self._publishing.judged = True
         if self._publishing is not None and self._publishing.offer_model():
             return WORKED
-        self._account(wait=False)
+        self._account()
         self._send_priorities()
         if full := self._feed.full():
             return Idle("replay has not taken the priorities", wake_on=full)
@@ -159,11 +159,11 @@ class Learner(Role):
         if message is not None or self._updating.waiting:
             self._learn(message)
             return WORKED
-        if self._account(wait=True):  # with nothing else to do, wait for the device
+        if self._account(1):  # with nothing else to do, wait for the device: no longer, or it would run out of work
             self._send_priorities()
             return WORKED
         wait = 0.0 if self._publishing is None else self._publishing.too_soon()  # first: it may be over meanwhile
-        if self._publish():
+        if self._publish(wait=True):
             return WORKED
         if self._feed.exhausted():
             return self._finish()
@@ -173,11 +173,11 @@ class Learner(Role):
         """Take a message, if one came, and learn from this or the one before; publish when that is due."""
         before, period = self._batches_seen, self._setup.learner.publish_period
         self._advance(message)
-        self._account(wait=False)
+        self._account()
         self._send_priorities()
         if self._batches_seen // period > before // period:
             self._meet()
-            self._publish()
+            self._publish(wait=False)
             if self._joining is not None and self._joining.agreed(self._commit_due()):
                 self._commit()
 
@@ -196,10 +196,13 @@ class Learner(Role):
             text = f"{count} updates of learner {rank} before update {self._batches_seen} were not finite: skipped"
             self._notice("skipped_update", text)
 
-    def _publish(self) -> bool:
-        """Publish the weights unless that is not due, or they are in pieces until the ranks meet again."""
+    def _publish(self, wait: bool) -> bool:
+        """Publish the weights unless that is not due, or they are in pieces until the ranks meet again.
+
+        Without `wait` they may be on their way from the device, and are published the next time.
+        """
         in_pieces = self._setup.parallel.in_pieces and self._met < self._batches_seen
-        return self._publishing is not None and not in_pieces and self._publishing.publish()
+        return self._publishing is not None and not in_pieces and self._publishing.publish(wait)
 
     def _commit_due(self) -> bool:
         """Return whether the last state that was kept is old."""
@@ -225,9 +228,9 @@ class Learner(Role):
             if self._publishing is not None:
                 self._publishing.reward_scale = learned.reward_scale
 
-    def _account(self, wait: bool) -> bool:
-        """Count the updates whose outcome is known by now, with `wait` all of them; return whether there were any."""
-        finished = self._updating.finished(wait)
+    def _account(self, least: float = 0) -> bool:
+        """Count the updates of messages whose outcome is known, and wait for `least`; return whether there were any."""
+        finished = self._updating.finished(least)
         for message, result in finished:
             self._updates += result.updates
             self._far[0] = self._updates

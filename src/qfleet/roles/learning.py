@@ -12,7 +12,7 @@ from qfleet.accel.choices import Choices, Job, choose
 from qfleet.accel.choose import workload
 from qfleet.accel.graphs import Recording
 from qfleet.accel.mirror import ReplayMirror
-from qfleet.accel.transfers import CudaLink
+from qfleet.accel.transfers import CudaLink, Link
 from qfleet.algo.agent import ReplayAgent, RolloutAgent, TabularAgent
 from qfleet.algo.model_io import read_tensors
 from qfleet.algo.networks import QNetwork, build_network, foreign_randomness
@@ -41,6 +41,8 @@ class Learning:
     """What a person should know, by kind."""
     mirror: ReplayMirror | None = None
     """The learner's copy of the shard's observations, where it has one."""
+    link: Link | None = None
+    """To a GPU that is given the next batch while it learns; None where every update is waited for."""
 
     def look_at(self, rows: KeptRows, setup: LearnerSetup, whole: bool) -> None:
         """Keep a copy of the shard's observations from now on; of all of them at once with `whole`."""
@@ -50,14 +52,13 @@ class Learning:
 
     def updating(self, setup: LearnerSetup) -> Updating:
         """Return how messages become updates, with none under way."""
-        if not works_ahead(setup):
+        if self.link is None:
             return OneByOne(self.update, self.mirror)
         assert isinstance(self.update, ReplayUpdate)
         assert self.choices is not None
-        link = CudaLink(torch.device(setup.device))
         record = partial(Recording, generators=(self.generator,), enabled=self.choices.recorded)
         period = max(setup.learner.publish_period // setup.learner.updates_per_draw, 1)
-        return Ahead(self.update, link, period, record, self.mirror)
+        return Ahead(self.update, self.link, period, record, self.mirror)
 
 
 def build_learning(setup: LearnerSetup, role: str, joining: Joining | None) -> Learning:
@@ -84,7 +85,7 @@ def build_learning(setup: LearnerSetup, role: str, joining: Joining | None) -> L
         update = build_update(*parts, choices.gradient, stepper or choices.stepper)
     if joining is not None:
         joining.attach(update)
-    return Learning(update, choices, generator, notices)
+    return Learning(update, choices, generator, notices, link=link_for(setup))
 
 
 def _split(setup: LearnerSetup, role: str, network: QNetwork, mesh: Mesh, notices: dict[str, str]) -> Learning:
@@ -115,6 +116,11 @@ def works_ahead(setup: LearnerSetup) -> bool:
     """Return whether a GPU is given the next batch while it learns; ranks of a group must stop at the same update."""
     transitions = isinstance(setup.agent, ReplayAgent) and setup.agent.memory is None
     return setup.ahead and transitions and setup.group is None and torch.device(setup.device).type == "cuda"
+
+
+def link_for(setup: LearnerSetup) -> Link | None:
+    """Return what joins a learner that works ahead with its GPU; None for the others."""
+    return CudaLink(torch.device(setup.device)) if works_ahead(setup) else None
 
 
 def _choose(setup: LearnerSetup, network: QNetwork, device: torch.device) -> Choices | None:

@@ -7,6 +7,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
+from qfleet.accel.returning import Returning
+from qfleet.accel.transfers import Link
+from qfleet.algo.flat import checksum
 from qfleet.algo.updates import Update
 from qfleet.core import history
 from qfleet.core.packed import PackedWeights
@@ -36,29 +41,68 @@ class Shown:
 class Publishing:
     """Publishes as a learner does: the newest weights once, models in the rhythm of evaluations."""
 
-    def __init__(self, setup: LearnerSetup, update: Update, version: Callable[[], Version], shown: Shown) -> None:
-        """Show the networks of `update`, which are at the version that is asked for each time."""
+    def __init__(
+        self,
+        setup: LearnerSetup,
+        update: Update,
+        version: Callable[[], Version],
+        shown: Shown,
+        link: Link | None = None,
+    ) -> None:
+        """Show the networks of `update`, which are at the version that is asked for each time.
+
+        Over a `link` weights leave the device when it comes to them, and it goes on meanwhile.
+        """
         self._setup, self._update, self._version, self._shown = setup, update, version, shown
+        self._leaving: Returning[tuple[Version, int]] | None = None if link is None else Returning(link)
         form = setup.learner.weights
         self._packer = None if isinstance(form, PlainWeights) else Packer(form, len(update.flat.parameters))
         self._publications = self._bytes = 0
         self._evaluations_due = 0
         self._published: Version | None = None
-        self._published_at, self._seconds = -math.inf, 0.0
+        self._began, self._published_at, self._seconds = 0.0, -math.inf, 0.0
         self.judged = True
         """Whether the evaluator has told the score of the model that it was last sent."""
         self.reward_scale = 1.0
         """What the rewards of the last batch were divided by."""
 
-    def publish(self) -> bool:
-        """Publish the weights unless the newest are out already, or it is too soon."""
-        if self._published == self._version() or self.too_soon() > 0:
+    def publish(self, wait: bool = True) -> bool:
+        """Publish the weights unless the newest are out already, or it is too soon; return whether it did.
+
+        Without `wait`, weights that a device is still to come to are published by a later call.
+        """
+        weights = self._snapshot() if self._leaving is None else self._left(self._leaving, wait)
+        if weights is None:
             return False
-        began = time.monotonic()
-        self._send(snapshot(self._update.flat, self._version(), self._shown.env_steps.total()))
-        self._published, self._published_at = self._version(), time.monotonic()
-        self._seconds = self._published_at - began
+        self._send(weights)
+        self._published, self._published_at = weights.version, time.monotonic()
+        self._seconds = self._published_at - self._began
         return True
+
+    def _due(self) -> bool:
+        """Return whether weights are to be read now, and remember when that was."""
+        due = self._published != self._version() and self.too_soon() <= 0
+        if due:
+            self._began = time.monotonic()
+        return due
+
+    def _snapshot(self) -> Weights | None:
+        """Return the newest weights if they are due."""
+        return snapshot(self._update.flat, self._version(), self._shown.env_steps.total()) if self._due() else None
+
+    def _left(self, leaving: Returning[tuple[Version, int]], wait: bool) -> Weights | None:
+        """Return the weights that have left the device, if any; send the newest on their way if none are and it is due.
+
+        What the device was given before them it still has to do, so that it need not wait for us meanwhile.
+        """
+        if not len(leaving) and self._due():
+            leaving.send((self._version(), self._shown.env_steps.total()), (self._update.flat.values,))
+        arrived = leaving.arrived(1 if wait else 0)
+        if not arrived:
+            return None
+        (version, env_steps), (values,) = arrived[0]
+        flat = np.asarray(values, np.float32)
+        return Weights(version, flat, checksum(flat), env_steps)
 
     def _send(self, weights: Weights) -> None:
         """Publish weights in the form that the run wants; a keyframe is there before what is measured from it."""

@@ -34,8 +34,11 @@ class Updating(Protocol):
         Return the one that was learned from, perhaps without its observations; None if none was waiting for it.
         """
 
-    def finished(self, wait: bool) -> list[Finished]:
-        """Return what came of the messages, the oldest first, as far as it is known; with `wait`, of all."""
+    def finished(self, least: float = 0) -> list[Finished]:
+        """Return what came of the messages, the oldest first, as far as it is known.
+
+        Waits until that is known of `least` of them, or of all that were learned from: all where it is infinite.
+        """
 
 
 class OneByOne:
@@ -62,7 +65,7 @@ class OneByOne:
         self._finished.append((message, result))
         return message
 
-    def finished(self, wait: bool) -> list[Finished]:
+    def finished(self, least: float = 0) -> list[Finished]:
         """Return what came of the last message, once."""
         finished, self._finished = self._finished, []
         return finished
@@ -112,9 +115,9 @@ class Ahead:
         self._returning.send((batch, learned), told)
         return batch
 
-    def finished(self, wait: bool) -> list[Finished]:
-        """Return what came of the batches, the oldest first, as far as the device has told; with `wait`, of all."""
-        arrived = self._returning.arrived(wait)
+    def finished(self, least: float = 0) -> list[Finished]:
+        """Return what came of the batches, the oldest first, as far as the device has told; waits for `least`."""
+        arrived = self._returning.arrived(least)
         return [(batch, _result(batch.updates, learned, *told)) for (batch, learned), told in arrived]
 
 

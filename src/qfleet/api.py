@@ -21,12 +21,13 @@ from qfleet.core.usercode import UserCode
 from qfleet.experiment import Experiment, flattened, with_changes
 from qfleet.observe.sinks import Sink
 from qfleet.planning import apply_plan, plan_run
+from qfleet.playing import play_here
 from qfleet.presets import preset as find_preset
 from qfleet.presets.algorithms import apply as apply_algorithm
 from qfleet.runtime import checkpoint
 from qfleet.runtime.faraway import Faraway, is_address
 from qfleet.runtime.rundir import RunDir
-from qfleet.session import Session, play_episodes
+from qfleet.session import Session
 
 Factory = Callable[[], gymnasium.Env[Any, Any]]
 
@@ -273,7 +274,7 @@ def evaluate(
     run = RunDir.existing(_directory(run_dir))
     experiment = Experiment.from_yaml(run.config)
     policy = load(run.path, network)
-    return play_episodes(experiment, UserCode(network, env), policy.network, episodes, seed, "fresh")
+    return play_here(experiment, UserCode(network, env), policy.network, episodes, seed, "fresh")
 
 
 def model_directory(path: Path) -> Path:

@@ -54,8 +54,8 @@ class SurvivalConfig(Config):
     restarts: int = Field(5, ge=0)
     """How many deaths of a role are survived in a row that each come within ten seconds of work, or before anything
     came of it, such as an evaluation; the next life begins later each time. Deaths after more work are survived however
-    many there are. So often, too, the final test begins anew after a fault of its environment, and a group of fused
-    loops goes back to a checkpoint within a minute, or before there is another one."""
+    many there are. So often, too, the final test begins anew, and a group of fused loops goes back to a checkpoint
+    within a minute, or before there is another one."""
 
 
 class TrackConfig(Config):

@@ -12,18 +12,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from qfleet.ability import require_able
 from qfleet.algo.flat import FlatParameters
-from qfleet.algo.model_io import ModelConfigs, load_model, save_model
-from qfleet.algo.networks import QNetwork, build_network
+from qfleet.algo.model_io import Model, ModelConfigs, load_model, save_model
+from qfleet.algo.networks import build_network
 from qfleet.control.monitor import Callbacks, Monitor, Standing, StopReason
 from qfleet.control.plan import Plan
 from qfleet.control.summary import summarise
 from qfleet.core import failpoints
 from qfleet.core.announcing import heard_by
-from qfleet.core.errors import CheckpointError, ConfigError, EnvironmentFault, QfleetError, RoleFailure
+from qfleet.core.errors import CheckpointError, ConfigError, QfleetError, RoleFailure
 from qfleet.core.failpoints import failpoint
 from qfleet.core.protocols import Incident, Placement
 from qfleet.core.saving import Saving
@@ -37,9 +35,9 @@ from qfleet.interrupts import Interrupts
 from qfleet.observe.prometheus import PrometheusSink
 from qfleet.observe.sinks import JsonlSink, Sink
 from qfleet.observe.trackers import TensorBoardSink, WandbSink
+from qfleet.playing import play_here, test_apart
 from qfleet.program import absent, build_program, outlived, place
 from qfleet.rearranging import rearranged
-from qfleet.roles.evaluator import play
 from qfleet.runtime import checkpoint
 from qfleet.runtime.exhaustion import exhaustion_told
 from qfleet.runtime.faraway import Faraway
@@ -363,51 +361,23 @@ class Session:
         """Return the kept model's scores on the test seeds; None without a model, or when a signal cuts in."""
         if self._interrupts.count or not (self.run.model / "model.json").is_file():
             return None
-        network = load_model(self.run.model, self.code.network).network
-        return self._interrupts.at_once(lambda: self._tested(network))
+        model = load_model(self.run.model, self.code.network)
+        return self._interrupts.at_once(lambda: self._tested(model))
 
-    def _tested(self, network: QNetwork) -> Array:
-        """Return a network's scores on the test seeds; an environment's fault is survived where it is in training."""
-        experiment, episodes = self.experiment, self.experiment.evaluation.test_episodes
-        restarts = 0 if experiment.placement == "inline" else experiment.survival.restarts
-        while True:
-            try:
-                return play_episodes(
-                    experiment, self.code, network, episodes, experiment.seed, "test", self._tell_of_test
-                )
-            except EnvironmentFault as fault:
-                if not restarts:
-                    raise
-                restarts -= 1
-                self._tell_of_test(f"{fault} The final test begins anew")
+    def _tested(self, model: Model) -> Array:
+        """Return a model's scores on the test seeds: played where roles are, so that no environment ends the run."""
+        experiment = self.experiment
+        if experiment.placement == "inline":
+            episodes = experiment.evaluation.test_episodes
+            return play_here(experiment, self.code, model.network, episodes, experiment.seed, "test", self._announce)
+        try:
+            return test_apart(experiment, self.code, model, self._announce)
+        finally:
+            self._interrupts.ignore()
 
-    def _tell_of_test(self, text: str) -> None:
+    def _announce(self, event: dict[str, Any]) -> None:
         if self._monitor is not None:
-            notice = {"event": "notice", "role": "test", "index": 0, "kind": "environment"}
-            self._monitor.announce({**notice, "text": text})
-
-
-def play_episodes(
-    experiment: Experiment,
-    code: UserCode,
-    network: QNetwork,
-    episodes: int,
-    seed: int,
-    split: str,
-    tell: Callable[[str], object] = lambda text: None,
-) -> Array:
-    """Play whole episodes of the experiment's environment; returns their scores [episodes].
-
-    `tell` is told of environments that were lost on the way, whose episodes were begun anew.
-    """
-    env = make_env(experiment.env, min(experiment.evaluation.envs, episodes), evaluation=True, factory=code.env)
-    try:
-        returns, _ = play(network, env, experiment.evaluation, seed, split, episodes)
-        for text in env.incidents():
-            tell(text)
-    finally:
-        env.close()
-    return np.asarray(returns)
+            self._monitor.announce(event)
 
 
 def _rearranged(experiment: Experiment, restore: checkpoint.Found, regrouped: bool) -> bool:

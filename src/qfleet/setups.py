@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -272,6 +273,12 @@ def evaluator_setup(experiment: Experiment, spec: EnvSpec, code: UserCode) -> Ev
         device=_evaluation_device(experiment, spec),
         longest_step_s=None if experiment.in_turns else EVALUATING_S,
     )
+
+
+def test_setup(experiment: Experiment, spec: EnvSpec, code: UserCode) -> EvaluatorSetup:
+    """Return what the evaluator of a final test is built from: unseen seeds, on the CPU."""
+    config = experiment.evaluation.replace(episodes=experiment.evaluation.test_episodes)
+    return dataclasses.replace(evaluator_setup(experiment, spec, code), evaluation=config, device="cpu", split="test")
 
 
 def _evaluation_device(experiment: Experiment, spec: EnvSpec) -> str:

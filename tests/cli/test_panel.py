@@ -114,6 +114,17 @@ def decided(decision: str, text: str, role: str = "actor", **more: str) -> dict[
     return {"event": "balance", "decision": decision, "role": role, "index": 0, "text": text, "applied": True, **more}
 
 
+def test_the_final_test_has_a_row_until_it_is_over():
+    """Nothing was shown while it was played, which may take minutes."""
+    board = full_board()
+    assert "final test" not in text_of(board)
+    board.take_event({"event": "testing", "played": 40, "episodes": 100})
+    assert len(text_of(board).splitlines()) <= 30
+    assert re.search(r"final test +━\S* *40 of 100 episodes", text_of(board))
+    board.take_event({"event": "finished", "reason": "budget"})
+    assert "final test" not in text_of(board)
+
+
 def balancer_lines(board: Board, **size: int) -> list[str]:
     return [line for line in text_of(board, **size).splitlines() if "balancer: " in line]
 

@@ -99,16 +99,22 @@ def test_loops_that_take_turns_in_one_process_have_the_numbers_of_processes(name
 
 
 class Killer:
-    """Kills a rank when the run has come a number of steps, and has a checkpoint there, if one is named."""
+    """Kills a rank when the run has come a number of steps; between two checkpoints, if it is told where these are."""
 
-    def __init__(self, at: int, saved: Path | None = None) -> None:
-        self._at, self._saved, self.placement = at, saved, None
+    def __init__(self, at: int, saved: Path | None = None, every: int = 0) -> None:
+        self._at, self._saved, self._every, self.placement = at, saved, every, None
 
     def on_step(self, metrics: dict[str, Any], stop: Any) -> None:
-        saved = self._saved is None or bool(checkpoint.complete(self._saved))
-        if self._at and metrics["env_steps"] >= self._at and saved:
+        if self._at and metrics["env_steps"] >= self._at and self._between(metrics["env_steps"]):
             os.kill(self.placement.pids()["fused-1"], signal.SIGKILL)
             self._at = 0
+
+    def _between(self, env_steps: int) -> bool:
+        """Return whether the last checkpoint that was due is there, and a third of the way to the next one is made."""
+        if self._saved is None:
+            return True
+        made = [int(path.name) // self._every for path in checkpoint.complete(self._saved)]
+        return env_steps // self._every in made and env_steps % self._every > self._every / 3
 
     def placed(self, *arguments: Any) -> Any:
         self.placement = place(*arguments)
@@ -153,14 +159,11 @@ def test_a_death_before_anything_was_kept_begins_the_run_anew(tmp_path, monkeypa
 
 
 def test_loops_with_a_replay_go_back_to_the_last_checkpoint_together_and_say_what_that_costs(tmp_path, monkeypatch):
-    long = {
-        "env_steps": 12_000,
-        "evaluation.every": 6000,
-    }  # so that it is not over when the first checkpoint is written
+    long = {"env_steps": 12_000, "evaluation.every": 6000}  # so that it is not over when a checkpoint is written
     whole = api.train(group("cartpole", **long), seed=5, run_dir=tmp_path / "whole")
-    killer = Killer(at=1200, saved=tmp_path / "run" / "checkpoints")
+    killer = Killer(at=1200, saved=tmp_path / "run" / "checkpoints", every=3000)
     monkeypatch.setattr(qfleet.session, "place", killer.placed)
-    experiment = group("cartpole", **long, **{"checkpoint.every": 500})
+    experiment = group("cartpole", **long, **{"checkpoint.every": 3000})
     run = api.train(experiment, seed=5, run_dir=tmp_path / "run", callbacks=Callbacks(on_step=killer.on_step))
     (told,) = [event["text"] for event in events_of(run, "notice") if event["kind"] == "restarted"]
     assert told.startswith("fused[1] failed: its process was killed by SIGKILL")

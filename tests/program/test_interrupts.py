@@ -53,13 +53,13 @@ def test_ctrl_c_during_the_last_checkpoint_lets_it_finish(tmp_path):
 def test_ctrl_c_during_the_final_test_leaves_a_summary(tmp_path, monkeypatch):
     import qfleet.session as session
 
-    real = session.play_episodes
+    real = session.play_here
 
     def interrupted(*arguments):
         interrupt_myself()
         return real(*arguments)
 
-    monkeypatch.setattr(session, "play_episodes", interrupted)
+    monkeypatch.setattr(session, "play_here", interrupted)
     run = qfleet.train(short(), run_dir=tmp_path / "run")
     assert run.summary["stopped_by"] == "interrupt"
     assert run.summary["eval"] is None

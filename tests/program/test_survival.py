@@ -12,7 +12,6 @@ from program_cases import short
 from test_kills import experiment, lives, survive
 
 import qfleet.api as api
-from qfleet import session
 from qfleet.core.errors import EnvironmentFault, RoleFailure
 from qfleet.core.usercode import UserCode
 from qfleet.envs import env_spec
@@ -106,22 +105,6 @@ def test_an_evaluation_that_never_comes_to_an_end_ends_the_run(tmp_path: Path, m
     assert caught.value.role == "evaluator"
     assert WORDS in caught.value.cause
     assert "that was death 3 in a row" in caught.value.cause
-
-
-def test_the_final_test_begins_anew_after_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    faults = [EnvironmentFault("the robot fell over."), EnvironmentFault("the robot fell over.")]
-    real = session.play_episodes
-
-    def played(*arguments: Any) -> Any:
-        if faults:
-            raise faults.pop()
-        return real(*arguments)
-
-    monkeypatch.setattr(session, "play_episodes", played)
-    done = api.train(experiment(tmp_path, 1000, **{"survival.restarts": 2}), run_dir=tmp_path / "run")
-    assert done.summary["eval"]["episodes"] == 2
-    told = [event["text"] for event in read_jsonl(done.dir / "events.jsonl") if event.get("role") == "test"]
-    assert told == ["the robot fell over. The final test begins anew"] * 2
 
 
 def test_faults_after_short_lives_end_the_run_in_the_environments_words_and_say_what_would_help(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from qfleet.core import codec
 from qfleet.core.errors import QfleetError
 from qfleet.core.role import DONE, WORKED, Idle
 from qfleet.core.types import Batch
-from qfleet.roles import learning
+from qfleet.roles import learning, publishing
 from qfleet.roles.learner import Learner
 from qfleet.roles.learner_setup import GroupConfig
 from qfleet.roles.updating import Ahead, OneByOne
@@ -29,6 +29,18 @@ from fake_link import HastyLink
 
 LATE = 3
 """How often a learner asks in vain what came of an update."""
+
+
+@dataclasses.dataclass
+class Clock:
+    """A clock that moves on by a tick with each look at it."""
+
+    tick: float
+    now: float = 0.0
+
+    def monotonic(self) -> float:
+        self.now += self.tick
+        return self.now
 
 
 def make_ahead(late: int = LATE, **changes: Any) -> tuple[Learner, dict[str, Edge]]:
@@ -255,3 +267,23 @@ def test_a_learner_with_work_to_do_does_not_wait_for_weights_to_leave_its_device
     while not isinstance(learner.step(), Idle):
         pass
     assert [weights.version.number for weights in edges["weights"].queue] == [1, 6]
+
+
+def test_weights_that_have_left_the_device_go_out_at_once():
+    """They waited for the next publication to be due, and counted that as the time which a publication takes."""
+    learner, edges = make_ahead(late=2, publish_period=10)
+    feed(learner, edges, batches_of(13, 11))  # the tenth batch is learned from when the eleventh comes
+    assert len(edges["weights"].queue) == 0
+    feed(learner, edges, batches_of(14, 2))
+    assert [weights.version.number for weights in edges["weights"].queue] == [10]
+
+
+def test_the_time_in_which_weights_leave_the_device_is_no_cost_of_publishing_them(monkeypatch):
+    clock = Clock(tick=1.0)
+    monkeypatch.setattr(publishing, "time", clock)
+    learner, edges = make_ahead(late=2, publish_period=10, ahead=True)
+    feed(learner, edges, batches_of(13, 11))
+    clock.now += 1000  # the device has much to do before
+    feed(learner, edges, batches_of(14, 2))
+    assert len(edges["weights"].queue) == 1
+    assert 0 < learner._publishing.too_soon() < 1000

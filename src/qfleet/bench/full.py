@@ -101,7 +101,7 @@ def _raw(seconds: float) -> Row:
 
 
 def _gpu(seconds: float) -> Row:
-    with _watched_gpu() as looks:
+    with watched_gpu() as looks:
         pace = planned(OFTEN, seconds)
     shares = [share for at, share in looks if pace.began <= at <= pace.ended]
     share = statistics.median(shares) if shares else None
@@ -114,8 +114,11 @@ def _gpu(seconds: float) -> Row:
 
 
 @contextmanager
-def _watched_gpu() -> Iterator[list[tuple[float, float]]]:
-    """Yield a list that grows by what `nvidia-smi` says of the GPU and when it did, until the end."""
+def watched_gpu() -> Iterator[list[tuple[float, float]]]:
+    """Yield a list that grows by when `nvidia-smi` was asked and which share of the time it says the GPU works.
+
+    Without it the list stays empty.
+    """
     looks: list[tuple[float, float]] = []
     over = threading.Event()
 

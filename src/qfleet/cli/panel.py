@@ -28,7 +28,7 @@ REFRESH_S = 0.25
 _BORDERS = {"finished": "green", "stopped": "yellow", "failed": "red"}
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _FIXED_ROWS = 15
-"""Rows that a panel with five kinds of roles has besides what the balancer did and its events."""
+"""Rows that a panel with five kinds of roles has besides the final test, what the balancer did and its events."""
 _ASLEEP = "not needed now"
 """What an actor waits for that the balancer lets sleep."""
 _SEEN = ("straggler", "recovered")
@@ -69,8 +69,15 @@ class Board:
     """The balancer's last decision, or what came of it,"""
     moved: Mapping[str, Any] = field(default_factory=dict)
     """and the last one that was about where inference is computed."""
+    testing: Mapping[str, Any] = field(default_factory=dict)
+    """How far the final test is, once it has begun."""
     ending: str = ""
     """The event that ended the run, once there is one."""
+
+    @property
+    def under_test(self) -> bool:
+        """Whether the final test is being played."""
+        return bool(self.testing) and not self.ending
 
     def take_metrics(self, record: Metrics) -> None:
         """Keep the newest numbers."""
@@ -90,6 +97,9 @@ class Board:
         if name == "balance" and record.get("decision") not in _SEEN:
             self.decided = record
             self.moved = record if record.get("inference") else self.moved
+            return
+        if name == "testing":
+            self.testing = record
             return
         if name == "planned":
             self.inference = str(record.get("inference", ""))
@@ -150,7 +160,7 @@ class LivePanel:
 def render(board: Board, width: int, height: int) -> Panel:
     """Return the panel for a terminal of `width` columns and `height` rows."""
     balance = _balance(board)
-    room = max(1, min(len(board.events), height - _FIXED_ROWS - len(balance)))
+    room = max(1, min(len(board.events), height - _FIXED_ROWS - board.under_test - len(balance)))
     parts: list[RenderableType] = [_numbers(board, width)]
     if roles := _roles(board.metrics):
         parts += ["", roles]
@@ -198,6 +208,8 @@ def _numbers(board: Board, width: int) -> Table:
     table.add_row("return", _pairs(_returns(board), sparkline(series, min(32, width // 4))))
     if board.evaluation:
         table.add_row("evaluation", _pairs(_evaluations(board)))
+    if board.under_test:
+        table.add_row("final test", _tested(board.testing))
     table.add_row("speed", _pairs(_present(board.metrics, _SPEED)))
     if learning := list(_present(board.metrics, _LEARNING)):
         table.add_row("learning", _pairs(learning))
@@ -233,10 +245,19 @@ def _steps(metrics: Metrics) -> RenderableType:
     text = Text.assemble((count(steps), "bold"), f" of {count(budget)}", (f" {steps / budget:.0%}", "bold"))
     if eta is not None:
         text.append(f"  eta {duration(eta)}")
+    return _bar(steps, budget, text)
+
+
+def _tested(record: Mapping[str, Any]) -> RenderableType:
+    played, episodes = known(record, "played") or 0.0, known(record, "episodes") or 1.0
+    return _bar(played, episodes, Text.assemble((count(played), "bold"), f" of {count(episodes)} episodes"))
+
+
+def _bar(done: float, total: float, text: Text) -> RenderableType:
     row = Table.grid(padding=(0, 1), expand=True)
     row.add_column(ratio=1)
     row.add_column(no_wrap=True)
-    row.add_row(ProgressBar(total=budget, completed=min(steps, budget), complete_style=_BAR), text)
+    row.add_row(ProgressBar(total=total, completed=min(done, total), complete_style=_BAR), text)
     return row
 
 

@@ -101,6 +101,8 @@ def details(record: Mapping[str, Any]) -> str:
         return one_line(str(record.get("text", "")))
     if name == "balance":
         return _decided(record)
+    if name == "testing":
+        return f"{record.get('played')} of {record.get('episodes')} episodes of the final test are played"
     told = [str(record["text"])] if record.get("text") else []
     told += [_field(key, value) for key, value in record.items() if key not in _SHOWN_ELSEWHERE and _simple(value)]
     return one_line(", ".join(told))

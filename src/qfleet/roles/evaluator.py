@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,9 +32,9 @@ from qfleet.envs import EnvConfig, VectorEnv, make_env
 from qfleet.roles.acting import Acting
 
 Doubles = NDArray[np.float64]
-Playing = Generator[bool, None, tuple[Doubles, Ints]]
-"""An evaluation under way: before each tick whether those of one step have been made, in the end scores [N] and lengths
-[N]."""
+Playing = Generator[int | None, None, tuple[Doubles, Ints]]
+"""An evaluation under way: before each tick how many episodes are over if those of one step have been made, else None;
+in the end scores [N] and lengths [N]."""
 _TICKS = 100
 """Ticks of all environments in one step."""
 
@@ -79,6 +79,8 @@ class EvaluatorSetup:
     seed: int
     code: UserCode
     device: str = "cpu"
+    split: str = "validation"
+    """Which seeds are played."""
     longest_step_s: float | None = None
     """Seconds after which a step ends between two ticks, however few it has made; None where only their number counts,
     so that it does not depend on the clock when others have their turn."""
@@ -110,7 +112,7 @@ class Evaluator(Role):
         self._best = -np.inf
         self._weights: Weights | None = None
         self._playing: Playing | None = None
-        self._seconds = 0.0
+        self._seconds, self._over = 0.0, 0
         kept = handles.keep.committed() if handles.keep and handles.keep.life else None
         if kept is not None:
             self.load_state_dict(kept)
@@ -127,8 +129,9 @@ class Evaluator(Role):
         began = time.perf_counter()
         self._playing = self._playing or self._begin(self._weights)
         try:
-            while not next(self._playing) and not self._late(began):
+            while (over := next(self._playing)) is None and not self._late(began):
                 pass
+            self._over = self._over if over is None else over
             self._seconds += time.perf_counter() - began
         except StopIteration as end:
             self._seconds += time.perf_counter() - began
@@ -140,7 +143,7 @@ class Evaluator(Role):
         return longest_s is not None and time.perf_counter() - began > longest_s
 
     def _begin(self, weights: Weights) -> Playing:
-        self.phase, self._seconds = "evaluating", 0.0
+        self.phase, self._seconds, self._over = "evaluating", 0.0, 0
         self._commit()
         self._flat.load_numpy(weights.flat)
         config = self._setup.evaluation
@@ -148,7 +151,7 @@ class Evaluator(Role):
             envs = min(config.envs, config.episodes)
             self._env = self._made(envs)
         setup = self._setup
-        return playing(self._network, self._env, config, setup.seed, "validation", config.episodes, setup.device)
+        return playing(self._network, self._env, config, setup.seed, setup.split, config.episodes, setup.device)
 
     def _made(self, envs: int) -> VectorEnv:
         try:
@@ -180,6 +183,10 @@ class Evaluator(Role):
         if self._handles.keep is not None:
             self._handles.keep.commit(self.state_dict())
 
+    def metrics(self) -> Mapping[str, float]:
+        """Return how many episodes of the evaluation under way are over."""
+        return {"played": float(self._over)}
+
     def state_dict(self) -> State:
         """Return the best mean so far, and the weights of an unfinished evaluation, which begins anew."""
         return {"best": self._best, "weights": self._weights}
@@ -196,13 +203,23 @@ class Evaluator(Role):
 
 
 def play(
-    network: QNetwork, env: VectorEnv, config: EvaluationConfig, seed: int, split: str, episodes: int
+    network: QNetwork,
+    env: VectorEnv,
+    config: EvaluationConfig,
+    seed: int,
+    split: str,
+    episodes: int,
+    tell: Callable[[int], object] = lambda over: None,
 ) -> tuple[Doubles, Ints]:
-    """Play episodes on the seeds of a split; returns true scores [N] and lengths [N] in the seeds' order."""
+    """Play episodes on the seeds of a split; returns true scores [N] and lengths [N] in the seeds' order.
+
+    `tell` is told now and then how many are over.
+    """
     game = playing(network, env, config, seed, split, episodes)
     while True:
         try:
-            next(game)
+            if (over := next(game)) is not None:
+                tell(over)
         except StopIteration as end:
             scores, lengths = end.value
             return scores, lengths
@@ -226,17 +243,25 @@ def playing(
     scores, lengths = [], []
     for at in range(0, episodes, env.num_envs):
         if at:
-            yield True
-        score, length = yield from _wave(acting, env, seeds[at : at + env.num_envs], config, rng)
+            yield at
+        score, length = yield from _wave(acting, env, seeds[at : at + env.num_envs], at, config, rng)
         scores.append(score)
         lengths.append(length)
     return np.concatenate(scores), np.concatenate(lengths)
 
 
 def _wave(
-    acting: Acting, env: VectorEnv, seeds: Sequence[int], config: EvaluationConfig, rng: np.random.Generator
+    acting: Acting,
+    env: VectorEnv,
+    seeds: Sequence[int],
+    before: int,
+    config: EvaluationConfig,
+    rng: np.random.Generator,
 ) -> Playing:
-    """Play one episode in each of the first `len(seeds)` environments; surplus environments are stepped and ignored."""
+    """Play one episode in each of the first `len(seeds)` environments; surplus environments are stepped and ignored.
+
+    So many episodes were over `before`.
+    """
     padded = [*seeds, *[seeds[-1]] * (env.num_envs - len(seeds))]
     observation, mask = env.reset(padded)
     acting.forget(np.arange(env.num_envs))
@@ -244,7 +269,7 @@ def _wave(
     score, length = np.zeros(env.num_envs), np.zeros(env.num_envs, np.int64)
     going = np.arange(env.num_envs) < len(seeds)
     for number in range(config.max_episode_steps):
-        yield number % _TICKS == _TICKS - 1
+        yield before + len(seeds) - int(going.sum()) if number % _TICKS == _TICKS - 1 else None
         tick = env.step(acting.act(observation, mask, epsilon, rng).action)
         _require_all(env, going)
         acting.forget(tick.terminated | tick.truncated | ~tick.valid)

@@ -180,6 +180,8 @@ class Learner(Role):
             self._publish(wait=False)
             if self._joining is not None and self._joining.agreed(self._commit_due()):
                 self._commit()
+        elif self._publishing is not None and self._publishing.under_way:
+            self._publish(wait=False)
 
     def _meet(self) -> None:
         """Be one with the other ranks; all of them come here after the same update."""

@@ -60,7 +60,7 @@ class Publishing:
         self._publications = self._bytes = 0
         self._evaluations_due = 0
         self._published: Version | None = None
-        self._began, self._published_at, self._seconds = 0.0, -math.inf, 0.0
+        self._published_at, self._seconds, self._spent = -math.inf, 0.0, 0.0
         self.judged = True
         """Whether the evaluator has told the score of the model that it was last sent."""
         self.reward_scale = 1.0
@@ -71,20 +71,26 @@ class Publishing:
 
         Without `wait`, weights that a device is still to come to are published by a later call.
         """
+        began = time.monotonic()
         weights = self._snapshot() if self._leaving is None else self._left(self._leaving, wait)
+        if weights is not None:
+            self._send(weights)
+        now = time.monotonic()
+        self._spent += now - began
         if weights is None:
             return False
-        self._send(weights)
-        self._published, self._published_at = weights.version, time.monotonic()
-        self._seconds = self._published_at - self._began
+        self._published, self._published_at = weights.version, now
+        self._seconds, self._spent = self._spent, 0.0
         return True
 
+    @property
+    def under_way(self) -> bool:
+        """Whether weights are leaving the device, which a call of `publish` can pass on when they have."""
+        return bool(self._leaving)
+
     def _due(self) -> bool:
-        """Return whether weights are to be read now, and remember when that was."""
-        due = self._published != self._version() and self.too_soon() <= 0
-        if due:
-            self._began = time.monotonic()
-        return due
+        """Return whether weights are to be read now."""
+        return self._published != self._version() and self.too_soon() <= 0
 
     def _snapshot(self) -> Weights | None:
         """Return the newest weights if they are due."""

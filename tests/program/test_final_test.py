@@ -1,0 +1,109 @@
+"""The final test: what an environment does there costs no run, it is told how far it is, and it scores as ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fatal_env import HARM
+from program_cases import short
+
+import qfleet
+from qfleet import playing
+from qfleet.core import seeding
+from qfleet.core.errors import EnvironmentFault, RoleFailure
+from qfleet.core.usercode import UserCode
+from qfleet.experiment import Experiment
+from qfleet.observe.sinks import read_jsonl
+from qfleet.observe.text import sentence
+
+
+def harmed(folder: Path, harm: str, times: int, **changes: Any) -> Experiment:
+    """A run whose environment does harm in one of the episodes of the final test alone."""
+    (folder / "count").mkdir()
+    seeds = seeding.episode_seeds(0, "test", 4)
+    kwargs = {"harm": harm, "fatal": seeds[2], "times": times, "folder": str(folder / "count")}
+    settings = {
+        "placement": "processes",
+        "env.id": "fatal_env:Fatal-v0",
+        "env.kwargs": kwargs,
+        "env.reward_scale": 1.0,
+        "network.input.scale": [1.0],
+        "env_steps": 600,
+        "evaluation.every": 250,
+        "evaluation.test_episodes": 4,
+    }
+    return short(**{**settings, **changes})
+
+
+def events_of(directory: Path, *names: str) -> list[dict[str, Any]]:
+    return [event for event in read_jsonl(directory / "events.jsonl") if event["event"] in names]
+
+
+@pytest.mark.parametrize("harm", [name for name in HARM if name != "sleeps"])
+def test_what_an_environment_does_in_the_final_test_costs_no_run(harm: str, tmp_path: Path) -> None:
+    """A segfault or an exit ended the whole run, without a summary."""
+    done = qfleet.train(harmed(tmp_path, harm, times=2), run_dir=tmp_path / "run")
+    assert done.summary["eval"] == {**done.summary["eval"], "mean": 5.0, "episodes": 4}
+    deaths = events_of(done.dir, "restart")
+    assert [(death["role"], death["life"]) for death in deaths] == [("test", 1), ("test", 2)]
+
+
+def test_a_final_test_that_never_ends_well_says_how_to_make_it_anew(tmp_path: Path) -> None:
+    run = harmed(tmp_path, "segfaults", times=2, **{"survival.restarts": 1})
+    with pytest.raises(RoleFailure) as caught:
+        qfleet.train(run, run_dir=tmp_path / "run")
+    assert caught.value.role == "test"
+    assert "was killed by SIGSEGV" in caught.value.cause
+    assert "`qfleet resume` tests its model anew" in caught.value.cause
+    assert qfleet.resume(tmp_path / "run").summary["eval"]["mean"] == 5.0
+
+
+def test_inline_the_error_is_raised_at_once_with_its_stack(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault, match="ZeroDivisionError") as caught:
+        qfleet.train(harmed(tmp_path, "raises", times=2, placement="inline"), run_dir=tmp_path / "run")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_final_test_that_hangs_ends_with_ctrl_c_and_leaves_a_summary_and_no_process(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        while not (sleeper.exists() and sleeper.read_text()):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    run, sleeper = harmed(tmp_path, "sleeps", times=1), tmp_path / "count" / "0"
+    threading.Thread(target=interrupt, daemon=True).start()
+    done = qfleet.train(run, run_dir=tmp_path / "run")
+    assert (done.summary["stopped_by"], done.summary["eval"]) == ("interrupt", None)
+    assert events_of(done.dir, "stopped")
+    assert not Path(f"/proc/{sleeper.read_text()}").exists()
+
+
+def test_in_a_process_the_model_scores_what_it_scores_here(tmp_path: Path) -> None:
+    experiment = short(placement="processes", **{"evaluation.test_episodes": 7, "evaluation.epsilon": 0.1})
+    done = qfleet.train(experiment, seed=3, run_dir=tmp_path / "run")
+    network = qfleet.load(done.dir).network
+    here = playing.play_here(experiment, UserCode(), network, 7, 3, "test")
+    assert done.summary["eval"]["mean"] == pytest.approx(float(np.mean(here)), abs=0)
+
+
+@pytest.mark.parametrize("placement", ["inline", "processes"])
+def test_it_is_told_when_it_begins_and_how_far_it_is(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(playing, "_TELL_S", 0.0)
+    experiment = short(placement=placement, **{"evaluation.test_episodes": 400, "evaluation.envs": 2})
+    told = events_of(qfleet.train(experiment, run_dir=tmp_path / "run").dir, "testing", "finished")
+    assert told.pop()["event"] == "finished"
+    played = [event["played"] for event in told]
+    assert played[0] == 0
+    assert len(played) > 1
+    assert played == sorted(set(played))
+    assert played[-1] <= 400
+    assert sentence(told[0]) == "testing: 0 of 400 episodes of the final test are played"

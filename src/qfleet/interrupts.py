@@ -78,7 +78,7 @@ class Interrupts:
         self.count += 1
         self._wind_up()
         if self._monitor is None or self._at_once or self.count > 1:
-            self._ignored = not self._at_once
+            self._ignored = True
             raise KeyboardInterrupt
 
     def _wind_up(self) -> None:

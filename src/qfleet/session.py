@@ -370,10 +370,7 @@ class Session:
         if experiment.placement == "inline":
             episodes = experiment.evaluation.test_episodes
             return play_here(experiment, self.code, model.network, episodes, experiment.seed, "test", self._announce)
-        try:
-            return test_apart(experiment, self.code, model, self._announce)
-        finally:
-            self._interrupts.ignore()
+        return test_apart(experiment, self.code, model, self._announce)
 
     def _announce(self, event: dict[str, Any]) -> None:
         if self._monitor is not None:

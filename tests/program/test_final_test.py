@@ -75,7 +75,9 @@ def test_a_final_test_that_hangs_ends_with_ctrl_c_and_leaves_a_summary_and_no_pr
     def interrupt() -> None:
         while not (sleeper.exists() and sleeper.read_text()):
             time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(3):  # impatient: that does not cut short what ends the processes
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.7)
 
     run, sleeper = harmed(tmp_path, "sleeps", times=1), tmp_path / "count" / "0"
     threading.Thread(target=interrupt, daemon=True).start()

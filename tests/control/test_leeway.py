@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import US, any_measurements, experiment, measurements, resources, seconds
 
-from qfleet.control.measurements import Measurements
+from qfleet.control import planner
+from qfleet.control.measurements import LearnerCost, Measurements
 from qfleet.control.plan import Plan
 from qfleet.control.planner import make_plan
 from qfleet.control.planner_leeway import CLOSE
@@ -194,3 +196,34 @@ def test_servers_that_nobody_asked_for_go_where_actors_are_faster_alone() -> Non
     run = experiment(**{"inference.kind": "served", "inference.precision": "bf16"})
     inference = apply_plan(run, planned(measurements(act=1 * US), 8, run)).inference
     assert (inference.kind, inference.precision) == ("local", "bf16")
+
+
+# ---------------------------------------------------------------- a learner that is not kept waiting
+
+ON_A_GPU = (LearnerCost(device="cuda", threads=1, seconds=100 * US),)
+FAST_GPU = ((4, 60 * US), (16, 70 * US), (64, 90 * US))
+
+
+@pytest.mark.parametrize("cores", [2, 4, 8, 16])
+@pytest.mark.parametrize("fixed", [(), ("actors",)])
+def test_a_lead_over_the_learner_changes_how_many_act_and_nothing_else(cores: int, fixed: tuple[str, ...]) -> None:
+    """Acting was moved to the GPU that held the run up, or actors had four times as many environments."""
+    run = experiment(env_steps=5_000_000, **{"replay.capacity": 1_000_000})
+    costs = measurements(env=20 * US, act=200 * US, learners=ON_A_GPU, act_cuda=FAST_GPU)
+    leading = planned(costs, cores, run, gpu="a GPU", fixed=fixed)
+    with patch.object(planner, "LEAD", 0.0):
+        modest = planned(costs, cores, run, gpu="a GPU", fixed=fixed)
+    assert leading.env_steps_per_s == pytest.approx(modest.env_steps_per_s, rel=planner.ALIKE)
+    counted = {"actors", "spare_actors", "actor.unroll"}
+    assert {k: v for k, v in leading.settings.items() if k not in counted} == {
+        k: v for k, v in modest.settings.items() if k not in counted
+    }
+    assert leading.settings["actors"] >= modest.settings["actors"]
+
+
+def test_rollouts_need_no_lead_over_the_learner() -> None:
+    """Their actors wait for the learner: more of them lead by nothing, and bring older samples."""
+    costs = measurements(env=5 * US, act=1 * US, learner=400 * US)
+    leading = planned(costs, 8, rollouts())
+    with patch.object(planner, "LEAD", 0.0):
+        assert leading.settings == planned(costs, 8, rollouts()).settings

@@ -287,3 +287,21 @@ def test_the_time_in_which_weights_leave_the_device_is_no_cost_of_publishing_the
     feed(learner, edges, batches_of(14, 2))
     assert len(edges["weights"].queue) == 1
     assert 0 < learner._publishing.too_soon() < 1000
+
+
+@pytest.mark.parametrize("ahead_of_a_device", [False, True])
+def test_looks_that_find_it_too_soon_are_no_cost_of_publishing(monkeypatch, ahead_of_a_device):
+    """They were counted, times sixteen, so that the next weights came later, after still more looks: without end."""
+    clock = Clock(tick=1.0)
+    monkeypatch.setattr(publishing, "time", clock)
+    changes = {"publish_period": 1, "ahead": True}
+    learner, edges = make_ahead(late=0, **changes) if ahead_of_a_device else make_learner(**changes)
+    numbers = [0]
+    for batch in batches_of(15, 400):
+        feed(learner, edges, [batch])
+        edges["priorities"].queue.clear()
+        numbers.append(len(edges["weights"].queue))
+    published = np.diff(numbers)
+    gaps = np.diff(np.flatnonzero(published))
+    assert len(gaps) > 20
+    assert gaps[-1] <= 2 * gaps[0], "weights go out as often in the end as in the beginning"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 from qfleet.control.measurements import LearnerCost, Measurements
@@ -76,18 +77,23 @@ def _best(experiment: Experiment, measured: Measurements, resources: Resources, 
     ]
     fastest = max((prediction for _, prediction in tried), key=lambda prediction: prediction.rate)
     alike = [(way, prediction) for way, prediction in tried if prediction.rate >= (1 - ALIKE) * fastest.rate]
-    if fastest.bottleneck == "learner":
-        alike = _leading(alike)
     alike.sort(key=lambda one: _modesty(experiment, one[0], fastest.leaves_gaps))
+    if fastest.bottleneck == "learner" and replaying(experiment):
+        alike = _leading(alike)
     computing, asked = _inference(experiment, measured, fixed), adaptive_asked(experiment, fixed)
     both = (sides(experiment, measured, resources.cores, one, computing, asked) for one in alike)
     return next((found for found in both if len(found) > 1), alike[:1])
 
 
 def _leading(alike: list[Tried]) -> list[Tried]:
-    """Return those that keep the learner at work: where none leads by enough, the ones that lead by most."""
-    enough = min(LEAD, max(prediction.lead for _, prediction in alike))
-    return [(way, prediction) for way, prediction in alike if prediction.lead >= (1 - ALIKE) * enough]
+    """Return those that keep the learner at work, of the ways that differ from the first in actors and messages alone.
+
+    Where none of them leads by enough, those that lead by most.
+    """
+    modest = alike[0][0]
+    near = [one for one in alike if replace(one[0], actors=modest.actors, unroll=modest.unroll) == modest]
+    enough = min(LEAD, max(prediction.lead for _, prediction in near))
+    return [one for one in near if one[1].lead >= (1 - ALIKE) * enough]
 
 
 def _modesty(experiment: Experiment, way: Arrangement, gaps: bool) -> tuple[float, ...]:

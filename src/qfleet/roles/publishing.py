@@ -71,6 +71,8 @@ class Publishing:
 
         Without `wait`, weights that a device is still to come to are published by a later call.
         """
+        if not self.under_way and not self._due():
+            return False
         began = time.monotonic()
         weights = self._snapshot() if self._leaving is None else self._left(self._leaving, wait)
         if weights is not None:
@@ -92,16 +94,16 @@ class Publishing:
         """Return whether weights are to be read now."""
         return self._published != self._version() and self.too_soon() <= 0
 
-    def _snapshot(self) -> Weights | None:
-        """Return the newest weights if they are due."""
-        return snapshot(self._update.flat, self._version(), self._shown.env_steps.total()) if self._due() else None
+    def _snapshot(self) -> Weights:
+        """Return the newest weights."""
+        return snapshot(self._update.flat, self._version(), self._shown.env_steps.total())
 
     def _left(self, leaving: Returning[tuple[Version, int]], wait: bool) -> Weights | None:
-        """Return the weights that have left the device, if any; send the newest on their way if none are and it is due.
+        """Return the weights that have left the device, if any; send the newest on their way if none are.
 
         What the device was given before them it still has to do, so that it need not wait for us meanwhile.
         """
-        if not len(leaving) and self._due():
+        if not len(leaving):
             leaving.send((self._version(), self._shown.env_steps.total()), (self._update.flat.values,))
         arrived = leaving.arrived(1 if wait else 0)
         if not arrived:

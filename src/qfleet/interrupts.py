@@ -108,10 +108,11 @@ class Interrupts:
         self._ignored = False
 
     def at_once(self, work: Callable[[], T]) -> T | None:
-        """Do work of which nothing needs to be saved; a signal cuts it short, and then the result is None."""
+        """Do work of which nothing needs to be saved; a signal cuts it short, and then the result is None, as it is
+        where one came before."""
         self._at_once = True
         try:
-            return work()
+            return None if self.count else work()
         except KeyboardInterrupt:
             return None
         finally:

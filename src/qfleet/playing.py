@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,8 @@ from qfleet.algo.flat import FlatParameters
 from qfleet.algo.model_io import Model
 from qfleet.algo.networks import QNetwork
 from qfleet.control.resources import usable_cores
-from qfleet.core.errors import RoleFailure
-from qfleet.core.protocols import Incident, Placement
+from qfleet.core.errors import QfleetError, RoleFailure
+from qfleet.core.protocols import Incident, Placement, Receiver
 from qfleet.core.types import Array, Evaluated, Notice, Version
 from qfleet.core.usercode import UserCode
 from qfleet.envs import make_env
@@ -29,6 +29,8 @@ from qfleet.setups import test_setup
 ROLE = "test"
 """Whom events of a final test are about."""
 _TELL_S = 2.0
+_TELLINGS = 100
+"""How often it is told at most how far a test is: one of an hour must not fill a run's events."""
 Announce = Callable[[dict[str, Any]], object]
 
 
@@ -41,11 +43,16 @@ class Progress:
     _told: tuple[int, float] = field(default=(-1, 0.0), init=False)
 
     def tell(self, played: int) -> None:
-        """Tell how many episodes are over, unless that is known or was told just now."""
+        """Tell how many episodes are over, unless that was told just now or is hardly more than was told last."""
         (known, at), now = self._told, time.monotonic()
-        if played > known and (known < 0 or now - at >= _TELL_S):
+        if known < 0 or (played - known >= self.episodes / _TELLINGS and now - at >= _TELL_S):
             self._told = played, now
             self.announce({"event": "testing", "played": played, "episodes": self.episodes})
+
+    def begin_anew(self) -> None:
+        """Tell that none is over any more."""
+        self._told = (-1, 0.0)
+        self.tell(0)
 
 
 def play_here(
@@ -68,45 +75,69 @@ def play_here(
     return np.asarray(returns)
 
 
-def test_apart(experiment: Experiment, code: UserCode, model: Model, announce: Announce) -> Array:
+def play_apart(
+    experiment: Experiment,
+    code: UserCode,
+    model: Model,
+    announce: Announce,
+    closing_begins: Callable[[], object] = lambda: None,
+) -> Array:
     """Play the run's test episodes with a kept model in a process of their own; returns their scores [episodes].
 
     That is a run of one role: its environment's faults, and the death of its process, are survived as in training.
+    `closing_begins` is called when scores are there, or will never be, and only the process is left to be ended.
     """
     graph = Graph()
     models, models_out = graph.stream("models", capacity=1)
     evaluated_in, evaluated = graph.stream("evaluated", capacity=64)
     handles = EvaluatorHandles(models_out, evaluated_in, graph.publisher("score"), graph.keep("evaluator-0"))
     graph.add(Evaluator, test_setup(experiment, model.spec, code), handles)
-    progress = Progress(experiment.evaluation.test_episodes, announce)
-    progress.tell(0)
     try:
-        with closing(_placed(graph, experiment)) as placement:
+        with ExitStack() as stack:
+            placement = _placed(graph, experiment)
+            stack.callback(placement.close)
+            stack.callback(closing_begins)
             sender, receiver = placement.open(models), placement.open(evaluated)
             sender.send(snapshot(FlatParameters(model.network), Version(), 0))
             sender.close()
-            while True:
-                placement.advance()
-                for incident in placement.incidents():
-                    announce(_told(incident))
-                progress.tell(int(placement.reports()[0].metrics.get("played", 0)))
-                while (message := receiver.receive()) is not None:
-                    if isinstance(message, Evaluated):
-                        return np.asarray(message.returns)
-                    announce(_told(message))
-    except RoleFailure as failure:
-        cause = f"{failure.cause}. The run itself is saved: `qfleet resume` tests its model anew"
-        raise RoleFailure(ROLE, 0, cause) from failure
+            return _scores(placement, receiver, Progress(experiment.evaluation.test_episodes, announce))
+    except QfleetError as error:
+        cause = error.cause if isinstance(error, RoleFailure) else str(error)
+        cause = f"{cause}. The run itself is saved: `qfleet resume` tests its model anew"
+        raise RoleFailure(ROLE, 0, cause) from error
+
+
+def _scores(placement: Placement, receiver: Receiver[Evaluated | Notice], progress: Progress) -> Array:
+    """Listen to a test to its end, telling of what happens; returns its scores [episodes]."""
+    found = np.zeros(0)
+    progress.tell(0)
+    while True:
+        over = placement.done  # asked first: what was said before is then all there
+        while (message := receiver.receive()) is not None:
+            if isinstance(message, Evaluated):
+                found = np.asarray(message.returns)
+            else:
+                progress.announce(_told(message))
+        if over:
+            return found
+        placement.advance()
+        for incident in placement.incidents():
+            progress.announce(_told(incident))
+            progress.begin_anew()
+        progress.tell(int(placement.reports()[0].metrics.get("played", 0)))
 
 
 def _placed(graph: Graph, experiment: Experiment) -> Placement:
     """Bring the one role to life; nobody else computes meanwhile, so that it may have all cores."""
-    from qfleet.runtime.processes import ProcessPlacement
+    from qfleet.runtime.processes import ProcessPlacement, packed
 
+    pack = packed
+    if experiment.placement == "ray":
+        from qfleet.runtime.ray import packed as pack  # what was trained there may be more than a module's
     threads = experiment.threads if experiment.in_turns else max(1, int(usable_cores()))
     survival = experiment.survival
     return ProcessPlacement(
-        graph, threads={Evaluator.kind: threads}, restarts=survival.restarts, stall=survival.stall_s
+        graph, threads={Evaluator.kind: threads}, pack=pack, restarts=survival.restarts, stall=survival.stall_s
     )
 
 

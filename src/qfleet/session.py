@@ -35,7 +35,7 @@ from qfleet.interrupts import Interrupts
 from qfleet.observe.prometheus import PrometheusSink
 from qfleet.observe.sinks import JsonlSink, Sink
 from qfleet.observe.trackers import TensorBoardSink, WandbSink
-from qfleet.playing import play_here, test_apart
+from qfleet.playing import play_apart, play_here
 from qfleet.program import absent, build_program, outlived, place
 from qfleet.rearranging import rearranged
 from qfleet.runtime import checkpoint
@@ -359,7 +359,7 @@ class Session:
 
     def _test(self) -> Array | None:
         """Return the kept model's scores on the test seeds; None without a model, or when a signal cuts in."""
-        if self._interrupts.count or not (self.run.model / "model.json").is_file():
+        if not (self.run.model / "model.json").is_file():
             return None
         model = load_model(self.run.model, self.code.network)
         return self._interrupts.at_once(lambda: self._tested(model))
@@ -370,7 +370,7 @@ class Session:
         if experiment.placement == "inline":
             episodes = experiment.evaluation.test_episodes
             return play_here(experiment, self.code, model.network, episodes, experiment.seed, "test", self._announce)
-        return test_apart(experiment, self.code, model, self._announce)
+        return play_apart(experiment, self.code, model, self._announce, closing_begins=self._interrupts.ignore)
 
     def _announce(self, event: dict[str, Any]) -> None:
         if self._monitor is not None:

@@ -11,17 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fatal_env import HARM
+from fatal_env import HARM, FatalEnv
 from program_cases import short
 
 import qfleet
-from qfleet import playing
+from qfleet import playing, setups
 from qfleet.core import seeding
 from qfleet.core.errors import EnvironmentFault, RoleFailure
+from qfleet.core.shared_memory import shared_memory_root
 from qfleet.core.usercode import UserCode
-from qfleet.experiment import Experiment
+from qfleet.envs import env_spec
+from qfleet.experiment import Experiment, with_changes
 from qfleet.observe.sinks import read_jsonl
 from qfleet.observe.text import sentence
+from qfleet.runtime.memory import NoRoom
 
 
 def harmed(folder: Path, harm: str, times: int, **changes: Any) -> Experiment:
@@ -85,6 +88,81 @@ def test_a_final_test_that_hangs_ends_with_ctrl_c_and_leaves_a_summary_and_no_pr
     assert (done.summary["stopped_by"], done.summary["eval"]) == ("interrupt", None)
     assert events_of(done.dir, "stopped")
     assert not Path(f"/proc/{sleeper.read_text()}").exists()
+
+
+def test_ctrl_c_while_its_process_is_ended_costs_no_score_and_leaves_no_shared_memory(tmp_path: Path) -> None:
+    """The process was killed, what it shared with the run stayed, and its scores were lost."""
+
+    def interrupt() -> None:
+        while not (tmp_path / "closing").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    run = harmed(tmp_path, "", times=0)
+    run = with_changes(run, {"env.kwargs": {**run.env.kwargs, "close_s": 1.0}})
+    before = own_folders()
+    threading.Thread(target=interrupt, daemon=True).start()
+    done = qfleet.train(run, run_dir=tmp_path / "run")
+    assert done.summary["eval"]["mean"] == 5.0
+    assert own_folders() == before
+
+
+def own_folders() -> set[str]:
+    return {folder.name for folder in shared_memory_root().iterdir() if f"-{os.getpid()}-" in folder.name}
+
+
+def test_an_environment_that_is_lost_in_the_final_test_is_told(tmp_path: Path) -> None:
+    run = harmed(tmp_path, "is killed", times=1, **{"env.vectorisation": "async"})
+    done = qfleet.train(run, run_dir=tmp_path / "run")
+    assert done.summary["eval"]["mean"] == 5.0
+    (notice,) = [event for event in events_of(done.dir, "notice") if event["role"] == "test"]
+    assert (notice["kind"], "was killed by SIGKILL" in notice["text"]) == ("environment", True)
+
+
+@pytest.mark.xdist_group("ray")
+def test_on_ray_it_is_played_with_classes_and_functions_that_no_module_has(tmp_path: Path) -> None:
+    """Training takes them there, and then the run ended without its scores."""
+
+    def harmless() -> FatalEnv:
+        return FatalEnv()
+
+    settings = {"env_steps": 600, "learner.learning_starts": 200, "evaluation.every": 300, "replay.capacity": 2000}
+    few = {"evaluation.episodes": 2, "evaluation.test_episodes": 4, "actors": 1}
+    done = qfleet.train(env=harmless, placement="ray", run_dir=tmp_path / "run", **settings, **few)
+    assert done.summary["eval"] == {**done.summary["eval"], "mean": 5.0, "episodes": 4}
+
+
+def test_whatever_keeps_the_test_from_being_played_the_run_is_said_to_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*anything: Any) -> Any:
+        raise NoRoom(needed=2**40, free=2**20, root=tmp_path)
+
+    monkeypatch.setattr(playing, "_placed", full)
+    with pytest.raises(RoleFailure, match=r"The run itself is saved: `qfleet resume` tests its model anew"):
+        qfleet.train(short(placement="processes"), run_dir=tmp_path / "run")
+
+
+def test_as_many_episodes_as_a_final_test_may_have_can_be_played_in_a_process() -> None:
+    """More than an evaluation may have ended the run when all its training was done."""
+    most = 100_000
+    experiment = short(placement="processes", **{"evaluation.test_episodes": most})
+    setup = setups.test_setup(experiment, env_spec(experiment.env), UserCode())
+    assert setup.evaluation.episodes == most
+
+
+def test_progress_is_told_a_hundred_times_at_most_and_begins_anew_with_the_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(playing, "_TELL_S", 0.0)
+    told: list[int] = []
+    progress = playing.Progress(1000, lambda event: told.append(event["played"]))
+    for played in range(500):
+        progress.tell(played)
+    assert told == list(range(0, 500, 10))
+    progress.begin_anew()
+    progress.tell(10)
+    assert told[-2:] == [0, 10]
 
 
 def test_in_a_process_the_model_scores_what_it_scores_here(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from qfleet.runtime.channels import Ports
 from qfleet.runtime.child import RoleSetup
 from qfleet.runtime.children import Birth
 from qfleet.runtime.graph import Graph
-from qfleet.runtime.processes import _payload
+from qfleet.runtime.processes import packed
 from qfleet.runtime.ray_steward import GONE, Said, Steward
 
 LONG_S = 60.0
@@ -37,7 +37,7 @@ def birth(folder: Path) -> Birth:
     graph = Graph()
     graph.add(Producer, Settings(), Handles())
     (node,) = graph.nodes
-    return RoleSetup(node.name, (_payload(node),), Ports(folder), "forkserver", 1, False, folder / "words").birth()
+    return RoleSetup(node.name, (packed(node),), Ports(folder), "forkserver", 1, False, folder / "words").birth()
 
 
 def told(said: Said) -> list[tuple[int, str]]:

@@ -44,7 +44,7 @@ class EvaluationConfig(Config):
 
     every: int = Field(1000, gt=0)
     """Environment steps between two evaluations on the validation seeds."""
-    episodes: int = Field(20, gt=0, le=10_000)
+    episodes: int = Field(20, gt=0, le=100_000)
     """Episodes of each evaluation."""
     test_episodes: int = Field(100, gt=0, le=100_000)
     """Episodes of the final test, on seeds that are used for nothing else."""

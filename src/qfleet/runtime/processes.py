@@ -7,7 +7,7 @@ import dataclasses
 import os
 import pickle
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Unpack
 
 from qfleet.core.errors import ConfigError
@@ -30,7 +30,7 @@ class ProcessPlacement(ComingsPlacement):
 
     `spawn` names the kinds of roles that must not be forked; `threads` gives the threads of torch and OpenMP by kind,
     one where not given. Kinds in `background` leave a core to any other that wants it. Roles in `away` are not begun
-    yet.
+    yet. `pack` makes bytes of a node that `pickle` reads; by default what children could not import is refused.
     """
 
     name = "processes"
@@ -43,10 +43,11 @@ class ProcessPlacement(ComingsPlacement):
         background: Collection[str] = (),
         away: Collection[str] = (),
         shared: Mapping[str, int] | None = None,
+        pack: Callable[[Node], bytes] | None = None,
         **revival: Unpack[Revival],
     ) -> None:
         super().__init__(graph, away, shared, **revival)
-        self._payloads = {node.name: _payload(node) for node in graph.nodes}
+        self._payloads = {node.name: (pack or packed)(node) for node in graph.nodes}
         self._folder = RunFolder()
         self._setups: dict[str, RoleSetup] = {}
         atexit.register(self.close)  # before multiprocessing's own handler, which would wait for the children
@@ -96,11 +97,13 @@ class ProcessPlacement(ComingsPlacement):
 
     def _end(self) -> None:
         atexit.unregister(self.close)
-        self._end_lives()
-        self._folder.remove()
+        try:
+            self._end_lives()
+        finally:
+            self._folder.remove()
 
 
-def _payload(node: Node) -> bytes:
+def packed(node: Node) -> bytes:
     """Return a node as bytes; refuses what a child could not import."""
     with main_module_hidden():
         try:

@@ -90,7 +90,7 @@ class RayPlacement(RoamingPlacement):
         self._across, self._on_gpus = set(across), set(on_gpus)
         self._meeting: MeetingPlace | None = None
         """Where a group meets that is on several nodes; None where none is."""
-        self._payloads = {node.name: _payload(node) for node in graph.nodes}
+        self._payloads = {node.name: packed(node) for node in graph.nodes}
         self._graph, self._expendable, self._needs = graph, set(expendable), needs or {}
         with held_back() as held:  # a Ray whose start is cut short leaves processes behind that nobody knows
             self._owns_ray = ray_cluster.connect(address)
@@ -283,11 +283,12 @@ class RayPlacement(RoamingPlacement):
             ray_cluster.bury_local(self._helpers)
 
 
-def _payload(node: Node) -> bytes:
+def packed(node: Node) -> bytes:
+    """Return a node as bytes, with the classes and functions that others could not import."""
     try:
-        packed: bytes = cloudpickle.dumps(node)  # type: ignore[no-untyped-call]
+        found: bytes = cloudpickle.dumps(node)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise ConfigError(
             f"{node.name} cannot be sent to another process ({error}): run with --placement inline"
         ) from error
-    return packed
+    return found

@@ -296,10 +296,12 @@ class RevivingPlacement(SupervisedPlacement):
 
 def end_all(lives: Collection[Life]) -> None:
     """Have roles close, and kill those that do not end by themselves."""
-    for life in lives:
-        life.stop()
-    _join(lives, STOP_S)
-    kill_all(lives)
+    try:
+        for life in lives:
+            life.stop()
+        _join(lives, STOP_S)
+    finally:  # a person may not want to wait for them
+        kill_all(lives)
 
 
 def kill_all(lives: Collection[Life]) -> None:

@@ -108,11 +108,23 @@ def test_a_planned_run_is_measured_with_the_cores_that_it_keeps_busy(monkeypatch
     monkeypatch.setattr(full, "planned", planned)
     monkeypatch.setattr(full, "raw_rate", lambda: 19_000.0)
     monkeypatch.setattr(full.torch.cuda, "is_available", lambda: True)
-    cores, raw, gpu = full.measure(0.1)
+    cores, raw, at_once, gpu = full.measure(0.1)
     assert (cores.ours, cores.met) == ("93%", True)
-    assert (raw.ratio, raw.met) == (pytest.approx(18 / 19), True)
+    assert (raw.ratio, raw.met) == (at_once.ratio, at_once.met) == (pytest.approx(18 / 19), True)
+    assert [row.what.split(",")[1] for row in (raw, at_once)] == [
+        " one update of 32 in 4 steps",
+        " one update of 256 in 32 steps",
+    ]
     assert (gpu.ours, gpu.met) == ("unknown", None), "no look was taken in a tenth of a second"
-    assert seen == [full.RARELY, full.USUALLY, full.OFTEN]
+    assert seen == [full.RARELY, full.USUALLY, full.AT_ONCE, full.OFTEN]
+
+
+def test_fewer_updates_of_more_draw_as_many_samples_for_each_step() -> None:
+    per_step = []
+    for changes in (full.USUALLY, full.AT_ONCE):
+        learner = with_changes(preset("atari:pong"), changes).learner
+        per_step.append(learner.batch_size / learner.train_period)
+    assert per_step == [8, 8]
 
 
 @pytest.mark.parametrize(("begins", "kind"), [("local", "local"), ("served", "served")])

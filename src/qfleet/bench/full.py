@@ -29,6 +29,8 @@ RARELY = {"learner.train_period": 200.0, "learner.learning_starts": 2_000, "repl
 OFTEN = {"learner.train_period": 1.0, "learner.learning_starts": 2_000, "replay.capacity": 200_000}
 """An update for each step: learning is."""
 USUALLY = {"learner.learning_starts": 2_000, "replay.capacity": 200_000}
+AT_ONCE = {**USUALLY, "learner.batch_size": 256, "learner.train_period": 32.0}
+"""As many samples for each step as usually, in an eighth of the updates."""
 RAW_GAMES = 128
 _RAW_S, _SECONDS, _LOOK_S = 4.0, 12.0, 0.5
 
@@ -37,7 +39,7 @@ def measure(seconds: float = _SECONDS) -> list[Row]:
     """Run each plan for some seconds."""
     rows = [_cores(planned(RARELY, seconds))]
     if torch.cuda.is_available():
-        rows += [_raw(seconds), _gpu(seconds)]
+        rows += [_raw(USUALLY, seconds), _raw(AT_ONCE, seconds), _gpu(seconds)]
     return rows
 
 
@@ -86,12 +88,14 @@ def _cores(pace: Pace) -> Row:
     )
 
 
-def _raw(seconds: float) -> Row:
+def _raw(changes: Mapping[str, Any], seconds: float) -> Row:
     before = raw_rate()
-    ours = planned(USUALLY, seconds).steps_per_s
+    ours = planned(changes, seconds).steps_per_s
     raw = (before + raw_rate()) / 2
+    learner = with_changes(preset("atari:pong"), changes).learner
     return Row(
-        what="Pong as planned, one update of 32 in 4 steps, beside the games alone on all cores",
+        what=f"Pong as planned, one update of {learner.batch_size} in {learner.train_period:g} steps,"
+        " beside the games alone on all cores",
         ours=f"{ours:,.0f} steps/s",
         peer=f"{raw:,.0f} steps/s (ale-py's vector of {RAW_GAMES})",
         ratio=ours / raw,

@@ -55,6 +55,10 @@ class Interrupts:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def asked(self) -> bool:
+        """Return whether the run is to end."""
+        return self.count > 0
+
     def ask(self) -> bool:
         """End the run as a signal does, from another thread; returns whether that is heeded now.
 
@@ -78,7 +82,7 @@ class Interrupts:
         self.count += 1
         self._wind_up()
         if self._monitor is None or self._at_once or self.count > 1:
-            self._ignored = True
+            self._ignored = not self._at_once  # of which any number may be cut short
             raise KeyboardInterrupt
 
     def _wind_up(self) -> None:

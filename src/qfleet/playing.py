@@ -21,17 +21,17 @@ from qfleet.core.types import Array, Evaluated, Notice, Version
 from qfleet.core.usercode import UserCode
 from qfleet.envs import make_env
 from qfleet.experiment import Experiment
-from qfleet.roles.evaluator import Evaluator, EvaluatorHandles, play
+from qfleet.roles.evaluator import EvaluatorHandles, FinalTest, play
 from qfleet.roles.weight_store import snapshot
 from qfleet.runtime.graph import Graph
 from qfleet.setups import test_setup
 
-ROLE = "test"
-"""Whom events of a final test are about."""
 _TELL_S = 2.0
 _TELLINGS = 100
 """How often it is told at most how far a test is: one of an hour must not fill a run's events."""
 Announce = Callable[[dict[str, Any]], object]
+Asked = Callable[[], bool]
+"""Returns whether what is played is to end early."""
 
 
 @dataclass
@@ -63,15 +63,25 @@ def play_here(
     seed: int,
     split: str,
     announce: Announce = lambda event: None,
+    asked: Asked = lambda: False,
 ) -> Array:
-    """Play whole episodes of the experiment's environment in this process; returns their scores [episodes]."""
+    """Play whole episodes of the experiment's environment in this process; returns their scores [episodes].
+
+    Raises KeyboardInterrupt where it is asked to end before that.
+    """
     progress = Progress(episodes, announce)
     progress.tell(0)
+
+    def tell(played: int) -> None:
+        progress.tell(played)
+        if asked():
+            raise KeyboardInterrupt
+
     env = make_env(experiment.env, min(experiment.evaluation.envs, episodes), evaluation=True, factory=code.env)
     with closing(env):
-        returns, _ = play(network, env, experiment.evaluation, seed, split, episodes, progress.tell)
+        returns, _ = play(network, env, experiment.evaluation, seed, split, episodes, tell)
         for text in env.incidents():
-            announce(_told(Notice(ROLE, 0, "environment", text)))
+            announce(_told(Notice(FinalTest.kind, 0, "environment", text)))
     return np.asarray(returns)
 
 
@@ -80,18 +90,20 @@ def play_apart(
     code: UserCode,
     model: Model,
     announce: Announce,
-    closing_begins: Callable[[], object] = lambda: None,
+    asked: Asked,
+    closing_begins: Callable[[], object],
 ) -> Array:
     """Play the run's test episodes with a kept model in a process of their own; returns their scores [episodes].
 
     That is a run of one role: its environment's faults, and the death of its process, are survived as in training.
-    `closing_begins` is called when scores are there, or will never be, and only the process is left to be ended.
+    Raises KeyboardInterrupt where it is asked to end before that. `closing_begins` is called when scores are there, or
+    will never be, and only the process is left to be ended.
     """
     graph = Graph()
     models, models_out = graph.stream("models", capacity=1)
     evaluated_in, evaluated = graph.stream("evaluated", capacity=64)
-    handles = EvaluatorHandles(models_out, evaluated_in, graph.publisher("score"), graph.keep("evaluator-0"))
-    graph.add(Evaluator, test_setup(experiment, model.spec, code), handles)
+    handles = EvaluatorHandles(models_out, evaluated_in, graph.publisher("score"), graph.keep("test-0"))
+    graph.add(FinalTest, test_setup(experiment, model.spec, code), handles)
     try:
         with ExitStack() as stack:
             placement = _placed(graph, experiment)
@@ -100,14 +112,14 @@ def play_apart(
             sender, receiver = placement.open(models), placement.open(evaluated)
             sender.send(snapshot(FlatParameters(model.network), Version(), 0))
             sender.close()
-            return _scores(placement, receiver, Progress(experiment.evaluation.test_episodes, announce))
+            return _scores(placement, receiver, Progress(experiment.evaluation.test_episodes, announce), asked)
     except QfleetError as error:
         cause = error.cause if isinstance(error, RoleFailure) else str(error)
-        cause = f"{cause}. The run itself is saved: `qfleet resume` tests its model anew"
-        raise RoleFailure(ROLE, 0, cause) from error
+        cause = f"{cause}. The run and its model are saved: `qfleet resume` goes on from there to its test"
+        raise RoleFailure(FinalTest.kind, 0, cause) from error
 
 
-def _scores(placement: Placement, receiver: Receiver[Evaluated | Notice], progress: Progress) -> Array:
+def _scores(placement: Placement, receiver: Receiver[Evaluated | Notice], progress: Progress, asked: Asked) -> Array:
     """Listen to a test to its end, telling of what happens; returns its scores [episodes]."""
     found = np.zeros(0)
     progress.tell(0)
@@ -120,6 +132,8 @@ def _scores(placement: Placement, receiver: Receiver[Evaluated | Notice], progre
                 progress.announce(_told(message))
         if over:
             return found
+        if asked():
+            raise KeyboardInterrupt
         placement.advance()
         for incident in placement.incidents():
             progress.announce(_told(incident))
@@ -137,11 +151,11 @@ def _placed(graph: Graph, experiment: Experiment) -> Placement:
     threads = experiment.threads if experiment.in_turns else max(1, int(usable_cores()))
     survival = experiment.survival
     return ProcessPlacement(
-        graph, threads={Evaluator.kind: threads}, pack=pack, restarts=survival.restarts, stall=survival.stall_s
+        graph, threads={FinalTest.kind: threads}, pack=pack, restarts=survival.restarts, stall=survival.stall_s
     )
 
 
 def _told(said: Incident | Notice) -> dict[str, Any]:
     """Return the event that tells of an incident or a notice of a test."""
     event = "restart" if isinstance(said, Incident) else "notice"
-    return {"event": event, **dataclasses.asdict(said), "role": ROLE}
+    return {"event": event, **dataclasses.asdict(said)}

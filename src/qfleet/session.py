@@ -14,7 +14,7 @@ from typing import Any
 
 from qfleet.ability import require_able
 from qfleet.algo.flat import FlatParameters
-from qfleet.algo.model_io import Model, ModelConfigs, load_model, save_model
+from qfleet.algo.model_io import ModelConfigs, load_model, save_model
 from qfleet.algo.networks import build_network
 from qfleet.control.monitor import Callbacks, Monitor, Standing, StopReason
 from qfleet.control.plan import Plan
@@ -361,16 +361,16 @@ class Session:
         """Return the kept model's scores on the test seeds; None without a model, or when a signal cuts in."""
         if not (self.run.model / "model.json").is_file():
             return None
-        model = load_model(self.run.model, self.code.network)
-        return self._interrupts.at_once(lambda: self._tested(model))
+        return self._interrupts.at_once(self._tested)
 
-    def _tested(self, model: Model) -> Array:
-        """Return a model's scores on the test seeds: played where roles are, so that no environment ends the run."""
-        experiment = self.experiment
+    def _tested(self) -> Array:
+        """Return the kept model's scores: played where roles are, so that no environment ends the run."""
+        experiment, model = self.experiment, load_model(self.run.model, self.code.network)
+        announce, interrupts = self._announce, self._interrupts
         if experiment.placement == "inline":
-            episodes = experiment.evaluation.test_episodes
-            return play_here(experiment, self.code, model.network, episodes, experiment.seed, "test", self._announce)
-        return play_apart(experiment, self.code, model, self._announce, closing_begins=self._interrupts.ignore)
+            seed, episodes = experiment.seed, experiment.evaluation.test_episodes
+            return play_here(experiment, self.code, model.network, episodes, seed, "test", announce, interrupts.asked)
+        return play_apart(experiment, self.code, model, announce, interrupts.asked, interrupts.ignore)
 
     def _announce(self, event: dict[str, Any]) -> None:
         if self._monitor is not None:

@@ -278,7 +278,8 @@ def evaluator_setup(experiment: Experiment, spec: EnvSpec, code: UserCode) -> Ev
 def test_setup(experiment: Experiment, spec: EnvSpec, code: UserCode) -> EvaluatorSetup:
     """Return what the evaluator of a final test is built from: unseen seeds, on the CPU."""
     config = experiment.evaluation.replace(episodes=experiment.evaluation.test_episodes)
-    return dataclasses.replace(evaluator_setup(experiment, spec, code), evaluation=config, device="cpu", split="test")
+    alone = evaluator_setup(experiment, spec, code)  # nobody takes turns with it
+    return dataclasses.replace(alone, evaluation=config, device="cpu", split="test", longest_step_s=EVALUATING_S)
 
 
 def _evaluation_device(experiment: Experiment, spec: EnvSpec) -> str:

@@ -17,9 +17,10 @@ from qfleet.setups import shard_setup
 
 _SLOT = 1.25
 """Slots are made larger than their first message, so that the next ones fit too."""
-_NETWORK_COPIES = 16
+_NETWORK_COPIES = 19
 """Of the parameters: two of all that the learner's next life would go on from (weights, target, two moments), two of
-the evaluator's, two of the newest weights, one on its way to be evaluated, and a few that were found best."""
+the evaluator's, two of the newest weights, one on its way to be evaluated, a few that were found best, and three of the
+final test, which begins while all others are still there."""
 
 
 def require_shared_memory(experiment: Experiment, spec: EnvSpec, code: UserCode) -> None:

@@ -33,7 +33,7 @@ class FatalEnv(gym.Env):  # type: ignore[type-arg]
     def __init__(self, harm: str = "", fatal: int = -1, times: int = 0, folder: str = "", close_s: float = 0.0) -> None:
         """Do `harm` in the third step of the episode with the seed `fatal`, so many times; `folder` has who did.
 
-        To close takes so many seconds where that episode was played; `closing` beside the folder says it has begun.
+        To close takes so many seconds where that episode was played; `closing` and `closed` beside the folder tell.
         """
         self._close_s, self._played = close_s, False
         self._harm, self._seed, self._times, self._folder = harm, fatal, times, folder
@@ -57,6 +57,7 @@ class FatalEnv(gym.Env):  # type: ignore[type-arg]
         if self._close_s and self._played:
             (Path(self._folder).parent / "closing").touch()
             time.sleep(self._close_s)
+            (Path(self._folder).parent / "closed").touch()
 
 
 gym.register("Fatal-v0", entry_point=FatalEnv)

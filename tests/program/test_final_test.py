@@ -15,15 +15,16 @@ from fatal_env import HARM, FatalEnv
 from program_cases import short
 
 import qfleet
-from qfleet import playing, setups
+from qfleet import playing, session, setups
 from qfleet.core import seeding
-from qfleet.core.errors import EnvironmentFault, RoleFailure
+from qfleet.core.errors import CheckpointError, EnvironmentFault, RoleFailure
 from qfleet.core.shared_memory import shared_memory_root
 from qfleet.core.usercode import UserCode
 from qfleet.envs import env_spec
 from qfleet.experiment import Experiment, with_changes
 from qfleet.observe.sinks import read_jsonl
 from qfleet.observe.text import sentence
+from qfleet.runtime import ownership
 from qfleet.runtime.memory import NoRoom
 
 
@@ -64,7 +65,7 @@ def test_a_final_test_that_never_ends_well_says_how_to_make_it_anew(tmp_path: Pa
         qfleet.train(run, run_dir=tmp_path / "run")
     assert caught.value.role == "test"
     assert "was killed by SIGSEGV" in caught.value.cause
-    assert "`qfleet resume` tests its model anew" in caught.value.cause
+    assert "`qfleet resume` goes on from there to its test" in caught.value.cause
     assert qfleet.resume(tmp_path / "run").summary["eval"]["mean"] == 5.0
 
 
@@ -107,6 +108,54 @@ def test_ctrl_c_while_its_process_is_ended_costs_no_score_and_leaves_no_shared_m
     assert own_folders() == before
 
 
+def test_inline_a_second_ctrl_c_ends_an_environment_that_takes_long_to_close(tmp_path: Path) -> None:
+    """Only the first one was heeded, so that one that never closes had to be killed."""
+
+    def interrupt() -> None:
+        for there in (tmp_path / "count" / "0", tmp_path / "closing"):
+            while not there.exists():
+                time.sleep(0.02)
+            time.sleep(0.7)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    run = harmed(tmp_path, "sleeps", times=1, placement="inline")
+    run = with_changes(run, {"env.kwargs": {**run.env.kwargs, "close_s": 10.0}})
+    threading.Thread(target=interrupt, daemon=True).start()
+    done = qfleet.train(run, run_dir=tmp_path / "run")
+    assert (done.summary["stopped_by"], done.summary["eval"]) == ("interrupt", None)
+    assert not (tmp_path / "closed").exists()
+
+
+def test_a_run_that_is_to_end_does_not_look_at_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that could not be loaded ended it without a summary."""
+
+    def broken(*anything: Any) -> Any:
+        raise CheckpointError("the model is gone")
+
+    def interrupt(metrics: Any, stop: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(session, "load_model", broken)
+    on = qfleet.Callbacks(on_evaluation=interrupt)
+    done = qfleet.train(short(), run_dir=tmp_path / "run", callbacks=on)
+    assert (done.summary["stopped_by"], done.summary["eval"]) == ("interrupt", None)
+
+
+@pytest.mark.parametrize("placement", ["processes", "inline"])
+def test_a_test_of_a_run_outside_the_main_thread_ends_when_it_is_asked_to(placement: str, tmp_path: Path) -> None:
+    """No signal can cut in there, and nobody looked."""
+    run = harmed(tmp_path, "", times=0, placement=placement, **{"evaluation.test_episodes": 100_000})
+    done: list[Any] = []
+    directory = tmp_path / "run"
+    thread = threading.Thread(target=lambda: done.append(qfleet.train(run, run_dir=directory)), daemon=True)
+    thread.start()
+    while not (directory / "events.jsonl").exists() or not events_of(directory, "testing"):
+        time.sleep(0.05)
+    ownership.request_end(directory)
+    thread.join(60)
+    assert (done[0].summary["stopped_by"], done[0].summary["eval"]) == ("interrupt", None)
+
+
 def own_folders() -> set[str]:
     return {folder.name for folder in shared_memory_root().iterdir() if f"-{os.getpid()}-" in folder.name}
 
@@ -139,7 +188,7 @@ def test_whatever_keeps_the_test_from_being_played_the_run_is_said_to_be_saved(
         raise NoRoom(needed=2**40, free=2**20, root=tmp_path)
 
     monkeypatch.setattr(playing, "_placed", full)
-    with pytest.raises(RoleFailure, match=r"The run itself is saved: `qfleet resume` tests its model anew"):
+    with pytest.raises(RoleFailure, match=r"The run and its model are saved: `qfleet resume` goes on"):
         qfleet.train(short(placement="processes"), run_dir=tmp_path / "run")
 
 
@@ -149,6 +198,13 @@ def test_as_many_episodes_as_a_final_test_may_have_can_be_played_in_a_process() 
     experiment = short(placement="processes", **{"evaluation.test_episodes": most})
     setup = setups.test_setup(experiment, env_spec(experiment.env), UserCode())
     assert setup.evaluation.episodes == most
+
+
+def test_in_lock_step_a_step_of_the_test_does_not_take_long_either() -> None:
+    """It was a hundred ticks, however long, and who took ten minutes for them was taken for dead."""
+    experiment = short(placement="processes", lockstep=True)
+    setup = setups.test_setup(experiment, env_spec(experiment.env), UserCode())
+    assert setup.longest_step_s == setups.EVALUATING_S
 
 
 def test_progress_is_told_a_hundred_times_at_most_and_begins_anew_with_the_test(

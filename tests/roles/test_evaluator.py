@@ -22,7 +22,15 @@ from qfleet.core.types import Evaluated, Version, Weights
 from qfleet.core.usercode import UserCode
 from qfleet.envs import GymConfig, Tick, VectorEnv, env_spec, make_env
 from qfleet.roles import evaluator as evaluator_module
-from qfleet.roles.evaluator import EvaluationConfig, Evaluator, EvaluatorHandles, EvaluatorSetup, play, playing
+from qfleet.roles.evaluator import (
+    EvaluationConfig,
+    Evaluator,
+    EvaluatorHandles,
+    EvaluatorSetup,
+    FinalTest,
+    play,
+    playing,
+)
 
 ENV, NETWORK = GymConfig(id="CartPole-v1"), MlpConfig(hidden=(8,))
 
@@ -105,6 +113,15 @@ def test_the_best_is_told_with_its_weights_and_of_equals_the_later():
     scores = list(handles.score.queue)
     assert all(score.weights is None for score in scores)
     assert np.array_equal(scores[0].returns, results[0].returns)
+
+
+def test_a_final_test_sends_back_no_weights_whoever_asked_has_them():
+    """They took shared memory that nobody had counted, at the very end of a run."""
+    evaluator, handles = make_evaluator()
+    test = FinalTest(evaluator._setup, handles)
+    handles.models.send(weights(3))
+    result = evaluated(test, handles)
+    assert (result.best, result.weights, len(result.returns)) == (False, None, 6)
 
 
 def test_the_end_of_the_models_is_the_end():

@@ -86,12 +86,12 @@ def _best(experiment: Experiment, measured: Measurements, resources: Resources, 
 
 
 def _leading(alike: list[Tried]) -> list[Tried]:
-    """Return those that keep the learner at work, of the ways that differ from the first in actors and messages alone.
+    """Return those that keep the learner at work, of the ways that differ from the first in the number of actors alone.
 
     Where none of them leads by enough, those that lead by most.
     """
     modest = alike[0][0]
-    near = [one for one in alike if replace(one[0], actors=modest.actors, unroll=modest.unroll) == modest]
+    near = [one for one in alike if replace(one[0], actors=modest.actors) == modest]
     enough = min(LEAD, max(prediction.lead for _, prediction in near))
     return [one for one in near if one[1].lead >= (1 - ALIKE) * enough]
 

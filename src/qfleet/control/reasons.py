@@ -66,7 +66,7 @@ def reasons(
     no_more = "cores and memory hold no more of them" if prediction.bottleneck == "actor" else "more would not help"
     gaps = "; cores idle while an actor acts, unless others step" if prediction.leaves_gaps and way.actors > 1 else ""
     more = f"; one actor would give {alone:,.0f}" if way.actors > 1 else f"; {no_more}"
-    if prediction.bottleneck == "learner" and way.actors > 1:
+    if prediction.bottleneck == "learner" and way.actors > 1 and replaying(experiment):
         more += f", and without waiting for the learner all would give {prediction.rate * prediction.lead:,.0f}"
     found = {
         "actors": f"{way.actors}: {prediction.rate:,.0f} steps/s, limited by {limit}{more}{gaps}",

@@ -164,8 +164,7 @@ class Evaluator(Role):
     def _finish(self, returns: Doubles, lengths: Ints) -> None:
         weights, self._weights, self._playing, self.phase = self._weights, None, None, "running"
         assert weights is not None
-        # Of equal scores the later one is kept: it has seen more.
-        best = bool(returns.mean() >= self._best)
+        best = self._is_best(float(returns.mean()))
         self._best = max(self._best, float(returns.mean()))
         result = Evaluated(
             weights.version, weights.env_steps, returns, lengths, self._seconds, best, weights if best else None
@@ -177,6 +176,10 @@ class Evaluator(Role):
         for text in self._env.incidents() if self._env is not None else ():
             if self._handles.events.ready():
                 self._handles.events.send(Notice(self.kind, 0, "environment", text))
+
+    def _is_best(self, mean: float) -> bool:
+        """Return whether a model is to be kept; of equal scores the later one: it has seen more."""
+        return mean >= self._best
 
     def _commit(self) -> None:
         """Make the model under evaluation outlive this process, which evaluates it anew if it must."""
@@ -200,6 +203,15 @@ class Evaluator(Role):
         """Close the environments."""
         if self._env is not None:
             self._env.close()
+
+
+class FinalTest(Evaluator):
+    """The evaluator of the one model that the run has kept already."""
+
+    kind = "test"
+
+    def _is_best(self, mean: float) -> bool:
+        return False
 
 
 def play(

@@ -30,7 +30,7 @@ from qfleet.core.spinning import brief_spinning
 from qfleet.runtime import forkserver_folder
 from qfleet.runtime.answers import Answer, Command, last_words
 from qfleet.runtime.exhaustion import NO_PROCESSES, exhausted
-from qfleet.runtime.held_back import ENDINGS
+from qfleet.runtime.held_back import ENDINGS, held_back
 
 _FILES = 16
 """How many files may be opened on the way to begin a child; it takes about half of that."""
@@ -161,8 +161,9 @@ def _started(birth: Birth) -> tuple[Any, Connection]:
         if birth.method == "forkserver":
             _ensure_forkserver()
         process = context.Process(target=_be_child, name=birth.name, args=(birth.told, theirs, os.getpid()))
-        with main_module_hidden():
+        with main_module_hidden(), held_back() as held:  # of half a request the forkserver dies
             process.start()
+        held.deliver()
     except BaseException:
         control.close()
         raise

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from test_process_placement import HERE, alive, assert_nothing_left, own_folders, run_to_failure, wait_until
 from toy_roles import Handles, KeptProducer, Settings, kept_pipeline, save
@@ -348,7 +349,9 @@ def test_a_role_that_is_stopped_before_its_first_report_does_not_hold_up_a_pause
     """It was taken for one that is still being built, for which everybody waits ten minutes."""
     monkeypatch.setenv("QFLEET_FAIL", "kept_consumer-0/worker.step:stop@1")
     placement = ProcessPlacement(kept_pipeline(20))
+    consumer = psutil.Process(placement.pids()["kept_consumer-0"])
     placement.advance()
+    wait_until(lambda: consumer.status() == psutil.STATUS_STOPPED, "it takes its first step")
     placement.pause()
     assert run_to_end(placement)["kept_consumer"]["position"] == 20
     (incident,) = [one for one in placement.incidents() if isinstance(one, Incident)]

@@ -54,6 +54,30 @@ def test_handlers_that_are_set_meanwhile_are_gone_and_what_is_ignored_stays_so()
         signal.signal(signal.SIGHUP, hang_up)
 
 
+def test_what_takes_too_long_is_cut_short_by_all_signals_that_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forkserver that hangs would keep a run from ever ending."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+    now = 100.0
+    monkeypatch.setattr("qfleet.runtime.held_back.time.monotonic", lambda: now)
+    try:
+        with held_back(limit_s=0.5) as held:
+            now = 100.4
+            signal.raise_signal(signal.SIGTERM)
+            assert came == []
+            now = 100.6
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            assert came == [signal.SIGTERM]
+        held.deliver()
+        assert came == [signal.SIGTERM], "none comes twice"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, interrupt)
+
+
 def test_other_threads_change_nothing() -> None:
     before = {number: signal.getsignal(number) for number in ENDINGS}
     seen: list[bool] = []

@@ -356,3 +356,27 @@ def test_a_role_that_is_stopped_before_its_first_report_does_not_hold_up_a_pause
     assert run_to_end(placement)["kept_consumer"]["position"] == 20
     (incident,) = [one for one in placement.incidents() if isinstance(one, Incident)]
     assert "while the others waited for it" in incident.cause
+
+
+@pytest.mark.parametrize("stopped", ["before a death", "after a death", "before the end"])
+def test_a_forkserver_that_somebody_stops_holds_up_neither_deaths_nor_births_nor_the_end(stopped: str) -> None:
+    """Nobody else tells of deaths: the run went on without its role for good, and its end took ten seconds."""
+    placement = ProcessPlacement(kept_pipeline(600, pace_s=0.001))
+    placement.advance()
+    producer = psutil.Process(placement.pids()["kept_producer-0"])
+    forkserver = producer.parent()
+    assert forkserver is not None
+    dead = producer if stopped == "after a death" else None
+    if dead is not None:
+        dead.kill()
+        wait_until(lambda: not alive(dead.pid), "it is dead")
+    forkserver.suspend()
+    wait_until(lambda: forkserver.status() == psutil.STATUS_STOPPED, "the forkserver has stopped")
+    if stopped == "before a death":
+        producer.kill()
+    if stopped != "before the end":
+        assert run_to_end(placement)["kept_consumer"]["position"] == 600
+        return
+    placement.close()
+    assert forkserver.status() != psutil.STATUS_STOPPED
+    assert_nothing_left([producer.pid])

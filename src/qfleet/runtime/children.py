@@ -34,6 +34,8 @@ from qfleet.runtime.held_back import ENDINGS, held_back
 
 _FILES = 16
 """How many files may be opened on the way to begin a child; it takes about half of that."""
+_REQUEST_S = 0.5
+"""A request to the forkserver is made in less; what takes longer is that it imports torch, or hangs."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class Child:
 
     def join(self, until: float) -> None:
         """Wait for the process to end, at most until then."""
+        _wake_forkserver()
         self._process.join(max(0.0, until - time.monotonic()))
 
     def stop(self) -> None:
@@ -161,7 +164,7 @@ def _started(birth: Birth) -> tuple[Any, Connection]:
         if birth.method == "forkserver":
             _ensure_forkserver()
         process = context.Process(target=_be_child, name=birth.name, args=(birth.told, theirs, os.getpid()))
-        with main_module_hidden(), held_back() as held:  # of half a request the forkserver dies
+        with main_module_hidden(), held_back(_REQUEST_S) as held:  # of half a request the forkserver dies
             process.start()
         held.deliver()
     except BaseException:
@@ -220,6 +223,7 @@ class Unborn:
 
 def wait_for(children: Iterable[Child], seconds: float, alarm: int | None = None) -> None:
     """Wait until one of them has something to say or dies, or something comes to the alarm, at most so long."""
+    _wake_forkserver()
     poll = select.poll()
     for item in [*(item for child in children for item in child.waitables()), *([] if alarm is None else [alarm])]:
         poll.register(item, select.POLLIN)
@@ -262,6 +266,15 @@ def _ensure_forkserver() -> None:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, heeded)
         os.environ.pop(forkserver_folder.NAMED_BY, None)
+    _wake_forkserver()
+
+
+def _wake_forkserver() -> None:
+    """Let the forkserver go on where somebody has stopped it: without it no death is told, and no role begun anew."""
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def remove_folder() -> None:

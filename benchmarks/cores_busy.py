@@ -30,7 +30,8 @@ from qfleet.observe.sinks import read_jsonl
 from qfleet.presets import preset
 
 SHORT = {"learner.learning_starts": 2000, "replay.capacity": 200_000}
-UNDISTURBED = {"evaluation.every": 10**9, "checkpoint.every": 10**9, "evaluation.test_episodes": 1}
+UNSAVED = {"checkpoint.every": 10**9, "checkpoint.unsaved_mb": 1e9}
+UNDISTURBED = {**UNSAVED, "evaluation.every": 10**9, "evaluation.test_episodes": 1}
 WARM_UP = 10_000
 """Steps before the first turn; updates have begun by then."""
 

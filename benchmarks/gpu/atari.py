@@ -43,6 +43,7 @@ MACHINE: dict[str, Any] = {
     "replay.storage.kind": "ram",
     "checkpoint.every": 100_000_000,
     "checkpoint.every_s": 1e6,
+    "checkpoint.unsaved_mb": 1e9,
     "evaluation": {"every": 250_000, "episodes": 10, "envs": 10, "test_episodes": 10, "in_a_row": 1, "epsilon": 0.001},
 }
 TRAINED_S, RAW_S = 6.0, 2.0

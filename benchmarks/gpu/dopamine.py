@@ -43,6 +43,7 @@ RECIPE: dict[str, Any] = {
     "replay.storage.kind": "ram",
     "checkpoint.every": 10**9,
     "checkpoint.every-s": 1e6,
+    "checkpoint.unsaved-mb": 1e9,
     "evaluation.every": 10**8,
 }
 """The preset `atari` with the other's convolutions in tf32, a rate of 1e-4 where the other has 6.25e-5, and a third of

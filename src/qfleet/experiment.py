@@ -36,6 +36,10 @@ class CheckpointConfig(Config):
     """Environment steps between two checkpoints."""
     every_s: float = Field(300.0, gt=0)
     """Seconds between two checkpoints at most; saving changes nothing in what a run learns."""
+    unsaved_mb: float = Field(512.0, gt=0)
+    """Megabytes of new rows of the replay between two checkpoints, at most: the last one of a run that is asked to end
+    is then soon written, however large the replay is. Compressed rows count as a quarter. Fused loops save by the two
+    settings above alone."""
     keep: int = Field(2, gt=0)
     """Checkpoints that stay; the oldest go first."""
     target: str | None = None

@@ -45,7 +45,7 @@ from qfleet.runtime.graph import open_handles
 from qfleet.runtime.ownership import INTERRUPTED
 from qfleet.runtime.restarts import Restarts
 from qfleet.runtime.rundir import RunDir, ending
-from qfleet.setups import learner_device
+from qfleet.setups import learner_device, saved_row_bytes
 from qfleet.sharing import crossing_bytes, require_shared_memory
 
 _QUICK_S = 60.0
@@ -181,6 +181,7 @@ class Session:
                 self.callbacks,
                 save=lambda steps, standing, best: self._save(placement, spec, steps, standing, best),
                 standing=Standing(training_s=0.0 if self._fallen is None else self._fallen.training_s),
+                row_bytes=saved_row_bytes(self.experiment, spec),
             )
             grade = self._announce_start(monitor, grade, restore)
             self._announce_fall(monitor, restore)

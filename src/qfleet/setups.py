@@ -19,6 +19,8 @@ from qfleet.core.usercode import UserCode
 from qfleet.envs import TensorConfig
 from qfleet.experiment import Experiment
 from qfleet.replay import SequenceWindow
+from qfleet.replay.storage import Lz4Config, RamConfig
+from qfleet.replay.store import row_bytes
 from qfleet.roles.actor import ActorSetup
 from qfleet.roles.evaluator import EvaluatorSetup
 from qfleet.roles.fused import FusedSetup
@@ -35,6 +37,10 @@ EVALUATING_S = 1.0
 it goes on, and a pause need not wait."""
 LOOK_AGAIN_S = 0.01
 """How long one of several replay shards waits before it looks what the others have made due."""
+
+SAVED_COMPRESSION = 4
+"""How many times smaller compressed rows are, at the least but for a few games; less than is assumed for memory, which
+must only be large enough."""
 
 
 def actor_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index: int) -> ActorSetup:
@@ -121,6 +127,15 @@ def shard_setup(experiment: Experiment, spec: EnvSpec, directory: Path, index: i
         extras=_extras(agent),
         mirrored=mirrored(experiment, spec),
     )
+
+
+def saved_row_bytes(experiment: Experiment, spec: EnvSpec) -> float:
+    """Return about how many bytes of the replay a checkpoint holds for each environment step; 0 without a shard."""
+    if experiment.fused or not isinstance(experiment.agent, ReplayAgent):
+        return 0.0
+    shard = shard_setup(experiment, spec, Path())
+    plain = row_bytes(RamConfig(), spec, shard.sequence is not None, shard.extras)  # mapped rows are saved, too
+    return plain / SAVED_COMPRESSION if isinstance(experiment.replay.storage, Lz4Config) else plain
 
 
 def mirrored(experiment: Experiment, spec: EnvSpec) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,19 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits_f
     assert "that of step 208 is still being written" in late
     uncut = qfleet.train(short(), seed=5, run_dir=tmp_path / "uncut")
     assert fingerprint(run) == fingerprint(uncut)
+
+
+def test_never_more_is_new_than_an_end_can_soon_write(tmp_path: Path) -> None:
+    """The last checkpoint had all rows since the one before, seven gigabytes of frames: SIGTERM took a minute."""
+    wide = {"env.id": "wide_env:Wide-v0", "checkpoint.every": 10**6, "replay.capacity": 5000}
+    seldom = {"evaluation.every": 10**6, "evaluation.max_episode_steps": 20}
+    small = {**wide, **seldom, "checkpoint.keep": 99, "network.input.scale": [1 / 255], "checkpoint.unsaved_mb": 1.0}
+    run = qfleet.train(short(**small), run_dir=tmp_path / "run")
+    steps = [event["env_steps"] for event in events(run.dir, "checkpoint")]
+    assert len(steps) > 3
+    assert all(later - earlier < 1.1 * 1e6 / 4096 for earlier, later in itertools.pairwise([0, *steps]))
+    sizes = [path.stat().st_size for path in (run.dir / "checkpoints" / "chunks").glob("*.safetensors")]
+    assert 1200 * 4096 < sum(sizes) < 1.2 * 1200 * 4096, "each row is written about once"
 
 
 def test_a_checkpoint_written_beside_training_is_of_the_moment_when_it_was_taken(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from qfleet.control.due import Due
 from qfleet.control.growing import Growing
 from qfleet.control.progress import Progress
 from qfleet.control.steering import Steering
@@ -28,8 +29,6 @@ from qfleet.observe.sinks import Sink
 
 StopReason = Literal["budget", "target", "patience", "callback", "interrupt"]
 Metrics = dict[str, Any]
-_RETRY_S = 30.0
-"""How soon a checkpoint that could not be written is tried again."""
 _ATTEND_S = 0.02
 """How often it is looked whether the last checkpoint is written."""
 _LAST_TRIES = 3
@@ -91,6 +90,8 @@ class Monitor:
     """Takes the paused run for a checkpoint, which is written beside it, with the best weights if they are new."""
     standing: Standing = field(default_factory=Standing)
     stopping: StopReason | None = None
+    row_bytes: float = 0.0
+    """What a checkpoint has to hold of each new environment step, about."""
 
     def __post_init__(self) -> None:
         self._progress = Progress(self.experiment, time.perf_counter)
@@ -99,8 +100,8 @@ class Monitor:
         """What has roles come and go, where they can."""
         if self.experiment.scalable and isinstance(self.placement, Scalable):
             self.growing = Growing(self.experiment, self.placement)
-        self._checkpointed = self.handles.env_steps.total() // self.experiment.checkpoint.every
-        self._checkpointed_at = time.perf_counter()
+        capacity = self.experiment.replay.capacity
+        self._due = Due(self.experiment.checkpoint, self.handles.env_steps.total(), self.row_bytes, capacity)
         self._earlier_s = self.standing.training_s
         self._evaluated_s = 0.0
         self._last_evaluated: tuple[Version, int] | None = None
@@ -117,8 +118,6 @@ class Monitor:
         """What was heard before the run went on."""
         self._moved = False
         """Whether anything happened since the last checkpoint."""
-        self._unsaved_at: float | None = None
-        """Since when checkpoints cannot be written; None as long as they can."""
         self._unremoved_told = False
         """Whether it was said that former checkpoints cannot be removed, since they last could."""
         self._late_told = False
@@ -165,7 +164,7 @@ class Monitor:
         """Take over how an earlier part of the run stood; call after the placement was restored."""
         self.standing = standing
         self._earlier_s = standing.training_s
-        self._checkpointed = self.handles.env_steps.total() // self.experiment.checkpoint.every
+        self._due.begin(self.handles.env_steps.total())
         if standing.solved and self.experiment.evaluation.stop_at_target:
             self.stop("target")
         if standing.since_best >= (self.experiment.evaluation.patience or math.inf):
@@ -199,7 +198,8 @@ class Monitor:
         if self.saving is not None and self.saving.done:
             self._written(self.saving)
         self._grow()  # between two checkpoints, also where one follows the other
-        if self._checkpoint_due():
+        env_steps = self.handles.env_steps.total()
+        if env_steps < self.experiment.env_steps and self._due.now(env_steps):  # the one at the end follows
             self._try_checkpoint()
 
     def _heard(self, message: Evaluated | Notice) -> None:
@@ -207,15 +207,6 @@ class Monitor:
             self._evaluated(message)
         else:
             self._noticed(message)
-
-    def _checkpoint_due(self) -> bool:
-        config, env_steps = self.experiment.checkpoint, self.handles.env_steps.total()
-        if env_steps >= self.experiment.env_steps:
-            return False  # the one at the end follows
-        waits_s = config.every_s if self._unsaved_at is None else min(config.every_s, _RETRY_S)
-        if time.perf_counter() - self._checkpointed_at >= waits_s:
-            return True
-        return bool(env_steps // config.every > self._checkpointed)
 
     def _record(self) -> None:
         record = self._progress.record(
@@ -305,7 +296,7 @@ class Monitor:
             if not self._late_told:
                 text = (
                     f"a checkpoint is due while that of step {self.saving.env_steps} is still being written: it is made"
-                    " right after it; make checkpoint.every larger if that is too late"
+                    " right after it; make checkpoint.every or checkpoint.unsaved_mb larger if that is too late"
                 )
                 self._noticed(Notice("monitor", 0, "late", text))
             self._late_told = True
@@ -319,7 +310,7 @@ class Monitor:
         """Take the whole run as it is now, for a checkpoint that is written while it goes on."""
         self.placement.pause()  # so that the counters say what is saved
         env_steps = self.handles.env_steps.total()
-        self._checkpointed, self._checkpointed_at = env_steps // self.experiment.checkpoint.every, time.perf_counter()
+        self._due.begin(env_steps)
         self.standing.training_s = self.training_s
         if self._steering is not None:
             self.standing.envs, self.standing.deadlines_ms = self._steering.paused()
@@ -337,21 +328,21 @@ class Monitor:
         try:
             path = saving.path()
         except PartLost:  # its death is told, and the run can be taken again
-            self._checkpointed, self._moved = -1, True
+            self._due.lose()
+            self._moved = True
         except (CheckpointError, OSError) as error:
             self._not_written(error)
         else:
             self._saved(saving, path)
 
     def _not_written(self, error: Exception) -> None:
-        if self._unsaved_at is None:
-            self._unsaved_at = time.perf_counter()
+        if self._due.fail():
             text = (
                 "a checkpoint could not be written: training goes on, the last good one stays, and it is tried"
                 f" again soon; see to it that the last one can be written: {error}"
             )
             self._noticed(Notice("monitor", 0, "unsaved", text))
-        self._moved, self._checkpointed_at = True, time.perf_counter()
+        self._moved = True
 
     def _save_last(self) -> None:
         """Have everything written that happened; an error if that is not possible."""
@@ -381,12 +372,9 @@ class Monitor:
 
     def _saved(self, saving: Saving, path: Path) -> None:
         """Tell of a checkpoint that was just made."""
-        if self._unsaved_at is not None:
-            text = (
-                f"checkpoints can be written again, {time.perf_counter() - self._unsaved_at:.1f} s after they could not"
-            )
+        if (unsaved_s := self._due.succeed()) is not None:
+            text = f"checkpoints can be written again, {unsaved_s:.1f} s after they could not"
             self._noticed(Notice("monitor", 0, "saved", text))
-            self._unsaved_at = None
         if saving.remarks and not self._unremoved_told:
             text = f"{'; '.join(saving.remarks)}: training goes on, and it is tried again with the next checkpoint"
             self._noticed(Notice("monitor", 0, "unremoved", text))

@@ -72,8 +72,9 @@ def play_here(
     progress = Progress(episodes, announce)
     progress.tell(0)
 
-    def tell(played: int) -> None:
-        progress.tell(played)
+    def tell(played: int | None) -> None:
+        if played is not None:
+            progress.tell(played)
         if asked():
             raise KeyboardInterrupt
 
@@ -112,15 +113,21 @@ def play_apart(
             sender, receiver = placement.open(models), placement.open(evaluated)
             sender.send(snapshot(FlatParameters(model.network), Version(), 0))
             sender.close()
-            return _scores(placement, receiver, Progress(experiment.evaluation.test_episodes, announce), asked)
+            progress = Progress(experiment.evaluation.test_episodes, announce)
+            return _scores(placement, receiver, progress, asked, experiment.survival.restarts)
     except QfleetError as error:
         cause = error.cause if isinstance(error, RoleFailure) else str(error)
         cause = f"{cause}. The run and its model are saved: `qfleet resume` goes on from there to its test"
         raise RoleFailure(FinalTest.kind, 0, cause) from error
 
 
-def _scores(placement: Placement, receiver: Receiver[Evaluated | Notice], progress: Progress, asked: Asked) -> Array:
-    """Listen to a test to its end, telling of what happens; returns its scores [episodes]."""
+def _scores(
+    placement: Placement, receiver: Receiver[Evaluated | Notice], progress: Progress, asked: Asked, restarts: int
+) -> Array:
+    """Listen to a test to its end, telling of what happens; returns its scores [episodes].
+
+    It may begin anew so often, however long it took each time.
+    """
     found = np.zeros(0)
     progress.tell(0)
     while True:
@@ -138,6 +145,8 @@ def _scores(placement: Placement, receiver: Receiver[Evaluated | Notice], progre
         for incident in placement.incidents():
             progress.announce(_told(incident))
             progress.begin_anew()
+            if isinstance(incident, Incident) and incident.life > restarts:
+                raise RoleFailure(FinalTest.kind, 0, f"{incident.cause}; that was death {incident.life}", died=True)
         progress.tell(int(placement.reports()[0].metrics.get("played", 0)))
 
 

@@ -18,6 +18,7 @@ import qfleet
 from qfleet import playing, session, setups
 from qfleet.core import seeding
 from qfleet.core.errors import CheckpointError, EnvironmentFault, RoleFailure
+from qfleet.core.protocols import Incident, Report
 from qfleet.core.shared_memory import shared_memory_root
 from qfleet.core.usercode import UserCode
 from qfleet.envs import env_spec
@@ -67,6 +68,36 @@ def test_a_final_test_that_never_ends_well_says_how_to_make_it_anew(tmp_path: Pa
     assert "was killed by SIGSEGV" in caught.value.cause
     assert "`qfleet resume` goes on from there to its test" in caught.value.cause
     assert qfleet.resume(tmp_path / "run").summary["eval"]["mean"] == 5.0
+
+
+def test_it_begins_anew_as_often_as_is_allowed_however_long_it_took(tmp_path: Path) -> None:
+    """A first life of more than ten seconds did not count."""
+    said = [Incident("test", 0, "it died", life, 1.0) for life in (1, 2)]
+    placement = FakePlacement(said)
+    with pytest.raises(RoleFailure, match="it died; that was death 2"):
+        playing._scores(placement, placement, playing.Progress(4, lambda event: None), lambda: False, restarts=1)
+    assert placement.rounds == 2
+
+
+class FakePlacement:
+    """A test that dies once in each round, and the stream of what it says."""
+
+    done = False
+
+    def __init__(self, said: list[Incident]) -> None:
+        self._said, self.rounds = said, 0
+
+    def advance(self) -> None:
+        self.rounds += 1
+
+    def incidents(self) -> list[Incident]:
+        return [self._said[self.rounds - 1]]
+
+    def reports(self) -> list[Report]:
+        return [Report("test", 0, "evaluating", {}, 0.0, {})]
+
+    def receive(self) -> None:
+        return None
 
 
 def test_inline_the_error_is_raised_at_once_with_its_stack(tmp_path: Path) -> None:
@@ -149,8 +180,9 @@ def test_a_test_of_a_run_outside_the_main_thread_ends_when_it_is_asked_to(placem
     directory = tmp_path / "run"
     thread = threading.Thread(target=lambda: done.append(qfleet.train(run, run_dir=directory)), daemon=True)
     thread.start()
-    while not (directory / "events.jsonl").exists() or not events_of(directory, "testing"):
+    while thread.is_alive() and not ((directory / "events.jsonl").exists() and events_of(directory, "testing")):
         time.sleep(0.05)
+    assert thread.is_alive(), "its error is shown above"
     ownership.request_end(directory)
     thread.join(60)
     assert (done[0].summary["stopped_by"], done[0].summary["eval"]) == ("interrupt", None)
@@ -219,6 +251,17 @@ def test_progress_is_told_a_hundred_times_at_most_and_begins_anew_with_the_test(
     progress.begin_anew()
     progress.tell(10)
     assert told[-2:] == [0, 10]
+
+
+def test_inline_it_is_asked_before_each_tick_whether_to_end(tmp_path: Path) -> None:
+    """It was at every hundredth only, of which each may take a second."""
+    done = qfleet.train(short(env_steps=600), run_dir=tmp_path / "run")
+    asked: list[int] = []
+    ends = lambda: len(asked) >= 3 or bool(asked.append(1))  # noqa: E731
+    experiment, network = short(env_steps=600), qfleet.load(done.dir).network
+    with pytest.raises(KeyboardInterrupt):
+        playing.play_here(experiment, UserCode(), network, 4, 0, "test", asked=ends)
+    assert len(asked) == 3
 
 
 def test_in_a_process_the_model_scores_what_it_scores_here(tmp_path: Path) -> None:

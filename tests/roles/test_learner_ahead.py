@@ -305,3 +305,14 @@ def test_looks_that_find_it_too_soon_are_no_cost_of_publishing(monkeypatch, ahea
     gaps = np.diff(np.flatnonzero(published))
     assert len(gaps) > 20
     assert gaps[-1] <= 2 * gaps[0], "weights go out as often in the end as in the beginning"
+
+
+def test_weights_on_their_way_are_forgotten_when_the_learner_goes_back():
+    """They were published, with a later version than that of what it went back to."""
+    learner, edges = make_ahead(late=10**6, publish_period=1)
+    saved = learner.state_dict()
+    feed(learner, edges, batches_of(6, 6))
+    learner.load_state_dict(saved)
+    for _ in range(3):
+        learner.step()
+    assert {weights.version.number for weights in edges["weights"].queue} == {0}

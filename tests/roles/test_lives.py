@@ -14,7 +14,7 @@ from test_learner import make_learner
 from test_replay_shard import experience, make_shard
 
 from qfleet.core.errors import ConfigError, EnvironmentFault, RoleFailure
-from qfleet.core.role import DONE, WORKED
+from qfleet.core.role import DONE, WORKED, Idle
 from qfleet.core.types import Version
 from qfleet.envs import GymConfig
 from qfleet.roles.actor import Actor
@@ -198,3 +198,23 @@ def test_a_model_under_evaluation_is_evaluated_by_the_next_life(monkeypatch: pyt
     third: Evaluator = next_life(second)
     assert third.step() != WORKED
     assert third.state_dict()["best"] == result.returns.mean()
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["before its score is told", "after that"])
+def test_what_a_former_life_took_and_could_not_acknowledge_is_evaluated_once(told: bool) -> None:
+    """A final test that died in its first step was played twice."""
+    plain, handles = make_evaluator()
+    first: Evaluator = with_keep(plain, handles, Keep())
+    model = weights(1)
+    handles.models.send(model)
+    first.step()
+    if told:
+        evaluated(first, handles)
+    second: Evaluator = next_life(first)
+    handles.models.send(model)  # again: it was never acknowledged
+    if not told:
+        evaluated(second, handles)
+    assert isinstance(second.step(), Idle)
+    assert not handles.events.queue
+    handles.models.send(model)  # which the learner may do: nothing has been learned since
+    evaluated(second, handles)

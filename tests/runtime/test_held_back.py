@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -76,6 +77,19 @@ def test_what_takes_too_long_is_cut_short_by_all_signals_that_came(monkeypatch: 
     finally:
         signal.signal(signal.SIGTERM, before)
         signal.signal(signal.SIGINT, interrupt)
+
+
+def test_where_the_moment_ends_with_an_error_the_signals_are_heeded_all_the_same() -> None:
+    """Ctrl-C on a machine that had no room for another process was as if it had never been pressed."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        with suppress(EOFError), held_back():
+            signal.raise_signal(signal.SIGTERM)
+            raise EOFError
+        assert came == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_other_threads_change_nothing() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from toy_roles import Handles, KeptProducer, Settings, kept_pipeline, save
 from qfleet.core.errors import ConfigError, RoleFailure
 from qfleet.core.protocols import Incident
 from qfleet.core.types import Notice
-from qfleet.runtime import reviving, watchdog
+from qfleet.runtime import children, reviving, watchdog
 from qfleet.runtime.graph import Graph
 from qfleet.runtime.processes import ProcessPlacement
 from qfleet.runtime.restarts import Restarts
@@ -380,3 +381,21 @@ def test_a_forkserver_that_somebody_stops_holds_up_neither_deaths_nor_births_nor
     placement.close()
     assert forkserver.status() != psutil.STATUS_STOPPED
     assert_nothing_left([producer.pid])
+
+
+def test_a_forkserver_that_is_stopped_while_it_is_asked_for_a_child_answers_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever waited for its answer was the only one who would have let it go on."""
+    ensure, stopped = children._ensure_forkserver, []
+
+    def stop() -> None:
+        ensure()
+        pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        os.kill(pid, signal.SIGSTOP)
+        stopped.append(pid)
+
+    monkeypatch.setattr(children, "_ensure_forkserver", stop)
+    placement = ProcessPlacement(kept_pipeline(20))
+    assert run_to_end(placement)["kept_consumer"]["position"] == 20
+    assert stopped

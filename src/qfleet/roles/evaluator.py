@@ -26,7 +26,7 @@ from qfleet.core.errors import ConfigError, EnvironmentFault
 from qfleet.core.protocols import Keep, Publisher, Receiver, Sender
 from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.spec import EnvSpec
-from qfleet.core.types import Bools, Evaluated, Ints, Notice, Weights
+from qfleet.core.types import Bools, Evaluated, Ints, Notice, Version, Weights
 from qfleet.core.usercode import UserCode
 from qfleet.envs import EnvConfig, VectorEnv, make_env
 from qfleet.roles.acting import Acting
@@ -113,15 +113,20 @@ class Evaluator(Role):
         self._weights: Weights | None = None
         self._playing: Playing | None = None
         self._seconds, self._over = 0.0, 0
+        self._taken: tuple[Version, int] | None = None
+        """Which model was taken last."""
+        self._doubtful = False
+        """Whether the next one may be that again: a former life took it, and perhaps could not acknowledge it."""
         kept = handles.keep.committed() if handles.keep and handles.keep.life else None
         if kept is not None:
+            self._taken, self._doubtful = kept["taken"] and (kept["taken"][0], int(kept["taken"][1])), True
             self.load_state_dict(kept)
 
     def step(self) -> Status:
         """Play a few ticks of the present evaluation, or begin the next one."""
         if not self._handles.events.ready():
             return Idle("results are not read", wake_on=(self._handles.events,))
-        self._weights = self._weights or self._handles.models.receive()
+        self._weights = self._weights or self._received()
         if self._weights is None:
             if self._handles.models.exhausted():
                 return DONE
@@ -137,6 +142,15 @@ class Evaluator(Role):
             self._seconds += time.perf_counter() - began
             self._finish(*end.value)
         return WORKED
+
+    def _received(self) -> Weights | None:
+        """Return the next model, if one has come; none that a former life has evaluated."""
+        while (model := self._handles.models.receive()) is not None:
+            this, former, doubtful = (model.version, model.env_steps), self._taken, self._doubtful
+            self._taken, self._doubtful = this, False
+            if not (doubtful and this == former):
+                break
+        return model
 
     def _late(self, began: float) -> bool:
         longest_s = self._setup.longest_step_s
@@ -184,7 +198,7 @@ class Evaluator(Role):
     def _commit(self) -> None:
         """Make the model under evaluation outlive this process, which evaluates it anew if it must."""
         if self._handles.keep is not None:
-            self._handles.keep.commit(self.state_dict())
+            self._handles.keep.commit({**self.state_dict(), "taken": self._taken})
 
     def metrics(self) -> Mapping[str, float]:
         """Return how many episodes of the evaluation under way are over."""
@@ -221,17 +235,16 @@ def play(
     seed: int,
     split: str,
     episodes: int,
-    tell: Callable[[int], object] = lambda over: None,
+    tell: Callable[[int | None], object] = lambda over: None,
 ) -> tuple[Doubles, Ints]:
     """Play episodes on the seeds of a split; returns true scores [N] and lengths [N] in the seeds' order.
 
-    `tell` is told now and then how many are over.
+    `tell` is told before each tick, and now and then how many are over.
     """
     game = playing(network, env, config, seed, split, episodes)
     while True:
         try:
-            if (over := next(game)) is not None:
-                tell(over)
+            tell(next(game))
         except StopIteration as end:
             scores, lengths = end.value
             return scores, lengths

@@ -54,6 +54,7 @@ class Publishing:
         Over a `link` weights leave the device when it comes to them, and it goes on meanwhile.
         """
         self._setup, self._update, self._version, self._shown = setup, update, version, shown
+        self._link = link
         self._leaving: Returning[tuple[Version, int]] | None = None if link is None else Returning(link)
         form = setup.learner.weights
         self._packer = None if isinstance(form, PlainWeights) else Packer(form, len(update.flat.parameters))
@@ -181,7 +182,9 @@ class Publishing:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Continue from `state_dict`."""
+        """Continue from `state_dict`; what is on its way from the device is of another time."""
+        if self._link is not None:
+            self._leaving, self._spent = Returning(self._link), 0.0
         self._evaluations_due, self._published = state["evaluations_due"], state["published"]
         self.reward_scale = state["reward_scale"]
         if self._packer is not None:

@@ -14,6 +14,7 @@ import select
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -164,7 +165,7 @@ def _started(birth: Birth) -> tuple[Any, Connection]:
         if birth.method == "forkserver":
             _ensure_forkserver()
         process = context.Process(target=_be_child, name=birth.name, args=(birth.told, theirs, os.getpid()))
-        with main_module_hidden(), held_back(_REQUEST_S) as held:  # of half a request the forkserver dies
+        with main_module_hidden(), held_back(_REQUEST_S) as held, _awake():  # of half a request the forkserver dies
             process.start()
         held.deliver()
     except BaseException:
@@ -275,6 +276,24 @@ def _wake_forkserver() -> None:
     if pid is not None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def _awake() -> Iterator[None]:
+    """Let the forkserver go on whenever somebody stops it meanwhile: whoever waits for its answer cannot."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_REQUEST_S):
+            _wake_forkserver()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
 
 
 def remove_folder() -> None:

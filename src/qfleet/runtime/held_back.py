@@ -52,7 +52,7 @@ def held_back(limit_s: float = math.inf) -> Iterator[HeldBack]:
 
     They are noted, not masked: a mask would be handed down to processes that are begun meanwhile. One that is ignored,
     or handled by something other than Python, stays so. After `limit_s` seconds the next one is heeded at once, with
-    those before it.
+    those before it; and so are all when an error ends the moment.
     """
     held = HeldBack(limit_s)
     if threading.current_thread() is not threading.main_thread():
@@ -61,5 +61,8 @@ def held_back(limit_s: float = math.inf) -> Iterator[HeldBack]:
     held.begin()
     try:
         yield held
-    finally:
+    except BaseException:
         held.end()
+        held.deliver()  # who catches the error would not think of it
+        raise
+    held.end()

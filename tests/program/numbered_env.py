@@ -73,8 +73,8 @@ class NumberedEnv(gym.Env):  # type: ignore[type-arg]
         """Write steps into a file of the directory `journal` that is named after the process.
 
         With `hang_at` the first environment of each actor hangs in that step, counted from 1, in its first life. While
-        the file `slow` exists, steps take so long that a run does not come to its end on any machine. Step
-        `raise_at`, counted from 1 over all environments of a process, raises an error in those whose name begins with
+        the file `slow` exists, steps take so long that a run does not come to its end on any machine. Every
+        `raise_at`-th step, counted over all environments of a process, raises an error in those whose name begins with
         `raise_in`.
         """
         self._slow = slow
@@ -95,7 +95,7 @@ class NumberedEnv(gym.Env):  # type: ignore[type-arg]
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         place = Place(self._seed, self._step)
         os.write(self._journal, _STEP.pack(self._number, *place, int(action)))
-        if next(NumberedEnv._taken) == self._raise_at:
+        if self._raise_at and next(NumberedEnv._taken) % self._raise_at == 0:
             raise ZeroDivisionError("the robot fell over")
         self._hangs_in -= 1
         while self._hangs_in == 0:

@@ -62,7 +62,9 @@ class GymConfig(Config):
 _MODES = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
 
 
-def make_gym(config: GymConfig, num_envs: int, evaluation: bool, render: bool, factory: Factory | None) -> VectorEnv:
+def make_gym(
+    config: GymConfig, num_envs: int, evaluation: bool, render: bool, factory: Factory | None, mends: bool = False
+) -> VectorEnv:
     """Return `num_envs` environments; see `qfleet.envs.make_env`."""
     shaping = AS_IT_IS if evaluation else RewardShaping(config.reward_scale, config.reward_clip)
     if config.vectorisation == "native":
@@ -74,7 +76,8 @@ def make_gym(config: GymConfig, num_envs: int, evaluation: bool, render: bool, f
     try:
         layout = layout_of(first, config.id)
         if config.vectorisation == "sync" and config.autoreset not in _MODES:
-            return LoopEnv([first, *build_all(factories[1:])], layout, shaping, config.frame_stack)
+            envs = [first, *build_all(factories[1:])]
+            return LoopEnv(envs, layout, shaping, config.frame_stack, factories if mends else ())
     except BaseException:
         close_quietly(first)
         raise

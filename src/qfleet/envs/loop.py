@@ -15,6 +15,7 @@ from qfleet.core.role import State
 from qfleet.core.types import Bools, Ints, Leaves
 from qfleet.envs.faults import raised
 from qfleet.envs.journal import RESEED_EVERY, Journal
+from qfleet.envs.mending import LOSSES, Still
 from qfleet.envs.reward import RewardShaping
 from qfleet.envs.spaces import Layout, MaskMisfit, Misfit
 from qfleet.envs.vector import Moment, VectorEnv
@@ -26,9 +27,24 @@ _APART = "with --env.vectorisation async such a fault costs one environment's ep
 class LoopEnv(VectorEnv):
     """Every value is checked, every error names its environment, and every open episode can be replayed."""
 
-    def __init__(self, envs: list[Environment], layout: Layout, shaping: RewardShaping, frame_stack: int = 1) -> None:
+    def __init__(
+        self,
+        envs: list[Environment],
+        layout: Layout,
+        shaping: RewardShaping,
+        frame_stack: int = 1,
+        makers: Sequence[Callable[[], Environment]] = (),
+    ) -> None:
+        """Take what makes each environment anew that raises an exception, which then costs its episode only.
+
+        Without `makers` it is raised.
+        """
         super().__init__(layout, len(envs), shaping, frame_stack)
-        self._envs = envs
+        self._envs, self._makers = envs, makers
+        self._losses = [0] * len(envs)
+        """Of each environment, in a row."""
+        self._still = np.zeros(len(envs), bool)
+        """Environments that were given up."""
         # NumPy scalars, as Gymnasium's own vectors pass them: checking a Python int costs Discrete much more.
         self._table: list[Any] = list(layout.table)
         self._journal = Journal(len(envs), RESEED_EVERY)
@@ -43,8 +59,16 @@ class LoopEnv(VectorEnv):
         for env in self._envs:
             close_quietly(env)
 
+    def given_up(self) -> Sequence[int]:
+        """Return the environments that were lost again and again."""
+        return np.flatnonzero(self._still).tolist()
+
     def _restart(self, which: Bools) -> tuple[Leaves, Bools | None]:
         chosen = np.flatnonzero(which).tolist()
+        for index in np.flatnonzero(which & self._still).tolist():
+            still = self._envs[index]
+            assert isinstance(still, Still)
+            self._envs[index], self._still[index], self._losses[index] = still.env, False, 0
         begun = [self._begin(index, seeded=True) for index in chosen]
         return self._arrays([first for first, _ in begun], [info for _, info in begun], chosen)
 
@@ -56,9 +80,10 @@ class LoopEnv(VectorEnv):
         finished: list[int] = []
         finals: list[Leaves] = []
         final_masks: list[Bools | None] = []
-        table, logs, index = self._table, self._journal.actions, 0
-        try:
-            for index, (env, number) in enumerate(zip(self._envs, action.tolist(), strict=True)):
+        valid, lost = ~self._still, []
+        table, logs = self._table, self._journal.actions
+        for index, (env, number) in enumerate(zip(self._envs, action.tolist(), strict=True)):
+            try:
                 observations[index], reward, ended, stopped, infos[index] = env.step(table[number])
                 rewards[index] = float(reward)
                 logs[index].append(number)
@@ -69,11 +94,15 @@ class LoopEnv(VectorEnv):
                     finished.append(index)
                     finals.append(final)
                     final_masks.append(mask)
+                    self._losses[index] = 0
                     observations[index], infos[index] = self._begin(index, self._journal.due(index))
-        except (EnvironmentFault, KeyboardInterrupt):
-            raise
-        except BaseException as error:  # sys.exit() in an environment must not end the run without a word
-            raise self._raised(index, "step()", error) from error
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # sys.exit() in an environment must not end the run without a word
+                observations[index], infos[index] = self._mended(index, self._raised(index, "step()", error))
+                if finished[-1:] != [index]:  # else its episode was over, and could be kept
+                    rewards[index], terminated[index], truncated[index], valid[index] = 0.0, False, False, False
+                    lost.append(index)
         frames, mask = self._arrays(observations, infos, None)
         done = np.array(finished, np.int64)
         return Moment(
@@ -82,13 +111,37 @@ class LoopEnv(VectorEnv):
             reward=np.array(rewards),
             terminated=terminated,
             truncated=truncated,
-            valid=np.ones(count, bool),
-            fresh=terminated | truncated,
+            valid=valid,
+            fresh=terminated | truncated | ~valid,
             finished=done,
             final_observation=self._joined(finals),
             final_mask=self._joined_masks(final_masks),
             scored=done,
+            cut=np.array(lost, np.int64),
         )
+
+    def _mended(self, index: int, fault: EnvironmentFault) -> tuple[Any, dict[str, Any]]:
+        """Return the first pair of a new environment in place of one that was lost; raises the fault where there may be
+        none, or all have been given up."""
+        if not self._makers:
+            raise fault from fault.__cause__
+        self._losses[index] += 1
+        given_up = self._losses[index] >= LOSSES
+        what = "The run goes on without it" if given_up else "Its episode is cut, and it begins anew"
+        self._incidents.append(f"{fault} {what}.")
+        close_quietly(self._envs[index])
+        try:
+            self._envs[index] = self._makers[index]()
+            first = self._begin(index, seeded=True)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            raise fault from fault.__cause__
+        if given_up:
+            self._envs[index], self._still[index] = Still(self._envs[index], first), True
+            if self._still.all():
+                raise fault from fault.__cause__
+        return first
 
     def _backend_state(self) -> State:
         return self._journal.state_dict()
@@ -121,9 +174,13 @@ class LoopEnv(VectorEnv):
         return first
 
     def _raised(self, index: int, what: str, error: BaseException) -> EnvironmentFault:
-        """Return the fault of an environment that raised an exception, which it may do in a process of its own."""
+        """Return the fault of an environment that raised an exception; what is one already stays as it is."""
+        if isinstance(error, EnvironmentFault):
+            return error
         fault = self._fault(index, raised(what, error))
-        fault.hint = _APART
+        fault.__cause__ = error
+        if not self._makers:
+            fault.hint = _APART
         return fault
 
     def _arrays(

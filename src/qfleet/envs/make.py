@@ -26,14 +26,16 @@ def make_env(
     evaluation: bool = False,
     render: bool = False,
     factory: Factory | None = None,
+    mends: bool = False,
 ) -> VectorEnv:
     """Return `num_envs` environments that are stepped together.
 
     With `evaluation`, rewards are the environment's own and only its own rules end an episode. With `render`,
-    environment 0 can be drawn. A `factory` makes the environments instead of `config.id` (kind "gym" only).
+    environment 0 can be drawn. A `factory` makes the environments instead of `config.id` (kind "gym" only). Where it
+    `mends`, an exception of one that is stepped alone costs its episode, in place of being raised.
     """
     if isinstance(config, GymConfig):
-        return make_gym(config, num_envs, evaluation, render, factory)
+        return make_gym(config, num_envs, evaluation, render, factory, mends)
     if factory is not None:
         raise ConfigError(f"an environment factory goes with kind 'gym', not '{config.kind}'")
     if isinstance(config, AtariConfig):

@@ -291,25 +291,30 @@ class ReadyFirst(Stepping):
         return Part(envs, tick)
 
 
-def make_stepping(config: EnvConfig, num_envs: int, groups: int = 1, factory: Factory | None = None) -> Stepping:
-    """Return environments for an actor that acts for `groups` parts of them in turn; 1 for all at once."""
+def make_stepping(
+    config: EnvConfig, num_envs: int, groups: int = 1, factory: Factory | None = None, mends: bool = False
+) -> Stepping:
+    """Return environments for an actor that acts for `groups` parts of them in turn; 1 for all at once.
+
+    `mends` is that of `make_env`.
+    """
     if groups == 1:
-        return Whole([make_env(config, num_envs, factory=factory)])
+        return Whole([make_env(config, num_envs, factory=factory, mends=mends)])
     sizes = [len(part) for part in np.array_split(np.arange(num_envs), min(groups, num_envs))]
     if getattr(config, "vectorisation", "") == "async":
         whole = make_env(config, num_envs, factory=factory)
         if isinstance(whole, WorkersEnv):
             return ReadyFirst(whole, groups)
         whole.close()  # its own autoreset: Gymnasium's vector, which is stepped as a whole
-    return Grouped(_made_all(config, sizes, factory))
+    return Grouped(_made_all(config, sizes, factory, mends))
 
 
-def _made_all(config: EnvConfig, sizes: Sequence[int], factory: Any) -> list[VectorEnv]:
+def _made_all(config: EnvConfig, sizes: Sequence[int], factory: Any, mends: bool) -> list[VectorEnv]:
     """Return a vector of each size; those already made are closed when a later one fails."""
     made: list[VectorEnv] = []
     try:
         for size in sizes:
-            made.append(make_env(config, size, factory=factory))
+            made.append(make_env(config, size, factory=factory, mends=mends))
     except BaseException:
         for vector in made:
             vector.close()

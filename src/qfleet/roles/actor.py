@@ -133,7 +133,8 @@ class Actor(Role):
         first_seed = self._first_env + life * self._total_envs
         seeds = seeding.episode_seeds(setup.seed, "training", envs, first=first_seed)
         with faults_told(self.kind, setup.index, self._progress):
-            self._env = make_stepping(setup.env, envs, setup.actor.groups, setup.code.env)
+            mends = handles.keep is not None  # inline a person wants to see where it was
+            self._env = make_stepping(setup.env, envs, setup.actor.groups, setup.code.env, mends)
             self._pending = Pending(*self._env.reset(seeds))
         self._waiting = Waiting(self._env.units, self._env.parts)
         # cut since the last message, to be named by the next one: the episodes of a former life are

@@ -18,6 +18,7 @@ from qfleet.core.spec import EnvSpec, LeafSpec
 from qfleet.core.usercode import UserCode
 from qfleet.envs import TensorConfig
 from qfleet.experiment import Experiment
+from qfleet.parallel.devices import LAST, gpu_memory, server_turn
 from qfleet.replay import SequenceWindow
 from qfleet.replay.storage import Lz4Config, RamConfig
 from qfleet.replay.store import row_bytes
@@ -96,6 +97,7 @@ def inference_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index
         rows=actors * experiment.actor.envs,
         device=_device(inference.device, "inference.device", spec),
         code=code,
+        turn=_turn(experiment, server_turn(index, _learners_on_gpus(experiment, spec))),
     )
 
 
@@ -165,7 +167,7 @@ def _why_not_mirrored(experiment: Experiment, spec: EnvSpec, device: str) -> str
     if replay.capacity < under_way:
         return f"rows could be replaced before the learner has copied them: raise replay.capacity to {under_way:,.0f}"
     needed = replay.capacity * sum(leaf.frame_bytes for leaf in spec.observations.values())
-    room = torch.cuda.get_device_properties(0).total_memory // 2 if device == "cuda" else needed
+    room = gpu_memory(0) // 2 if device == "cuda" else needed  # of the one learner, which is the first rank
     if needed > room:
         return f"{needed / 2**30:.1f} GiB of observations are more than half of the GPU's memory: lower replay.capacity"
     return ""
@@ -286,6 +288,7 @@ def evaluator_setup(experiment: Experiment, spec: EnvSpec, code: UserCode) -> Ev
         seed=experiment.seed,
         code=code,
         device=_evaluation_device(experiment, spec),
+        turn=_turn(experiment, LAST),
         longest_step_s=None if experiment.in_turns else EVALUATING_S,
     )
 
@@ -301,6 +304,15 @@ def _evaluation_device(experiment: Experiment, spec: EnvSpec) -> str:
     if experiment.evaluation.device != "auto":
         return _device(experiment.evaluation.device, "evaluation.device", spec)
     return "cuda" if learner_device(experiment, spec) == "cuda" else "cpu"
+
+
+def _turn(experiment: Experiment, turn: int) -> int | None:
+    """Return whose turn it is when GPUs are dealt out; None inline, where all roles have the process's."""
+    return None if experiment.placement == "inline" else turn
+
+
+def _learners_on_gpus(experiment: Experiment, spec: EnvSpec) -> int:
+    return experiment.ranks if learner_device(experiment, spec) == "cuda" else 0
 
 
 def total_updates(experiment: Experiment) -> int:

@@ -66,6 +66,18 @@ def test_a_plan_shows_roles_rates_bottleneck_and_reasons_and_starts_nothing(
 
 
 @pytest.mark.usefixtures("measured")
+def test_a_plan_for_several_gpus_shows_how_many_there_are_and_who_computes_on_each(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [{"name": "a GPU", "memory": 2**36}, {"name": "another", "memory": 2**35}]
+    machine = planning.resources.Resources(cpu="test", cores=2, memory=2**35, shared_memory=2**35, gpus=gpus)
+    monkeypatch.setattr(planning.resources, "look", lambda: machine)
+    said = command(capsys, "plan", "mountaincar", "--placement", "processes", "--actors", "auto")
+    assert "processes on 2 cores and a GPU (the first of 2 GPUs)" in said.out
+    assert "0 (a GPU, 64 GiB): nobody; 1 (another, 32 GiB): nobody" in said.out
+
+
+@pytest.mark.usefixtures("measured")
 def test_a_saved_plan_is_followed_to_the_number(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, run = tmp_path / "plan.yaml", tmp_path / "run"
     assert command(capsys, "plan", "mountaincar", *SMALL, "--placement", "processes", "--save", str(path)).code == 0

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from qfleet.control.measurements import LearnerCost, Measurements
-from qfleet.control.resources import Resources
+from qfleet.control.resources import Gpu, Resources
 from qfleet.experiment import Experiment, with_changes
 from qfleet.presets import preset
 
@@ -20,8 +20,12 @@ def experiment(**changes: Any) -> Experiment:
     return with_changes(preset("mountaincar"), {"placement": "processes", **changes})
 
 
-def resources(cores: float = 8, memory: int = 32 * GIB, shared_memory: int = 32 * GIB, gpu: str = "") -> Resources:
-    return Resources(cpu="test", cores=cores, memory=memory, shared_memory=shared_memory, gpu=gpu)
+def resources(
+    cores: float = 8, memory: int = 32 * GIB, shared_memory: int = 32 * GIB, gpu: str = "", gpus: int = 1
+) -> Resources:
+    """Return a machine; with a `gpu` it has so many of that name."""
+    found = (Gpu(name=gpu, memory=80 * GIB),) * gpus if gpu else ()
+    return Resources(cpu="test", cores=cores, memory=memory, shared_memory=shared_memory, gpus=found)
 
 
 def measurements(

@@ -14,7 +14,7 @@ from qfleet.control import planner
 from qfleet.control.measurements import LearnerCost, Measurements
 from qfleet.control.plan import Plan
 from qfleet.control.planner import make_plan
-from qfleet.control.planner_leeway import CLOSE
+from qfleet.control.planner_leeway import ALIKE, CLOSE
 from qfleet.control.planner_limits import OTHERS, PROCESS_BYTES, STEPS_OF_EACH, replay_bytes
 from qfleet.experiment import Experiment, with_changes
 from qfleet.planning import apply_plan
@@ -214,7 +214,7 @@ def test_a_lead_over_the_learner_changes_how_many_act_and_nothing_else(cores: in
     leading = planned(costs, cores, run, gpu="a GPU", fixed=fixed)
     with patch.object(planner, "LEAD", 0.0):
         modest = planned(costs, cores, run, gpu="a GPU", fixed=fixed)
-    assert leading.env_steps_per_s == pytest.approx(modest.env_steps_per_s, rel=planner.ALIKE)
+    assert leading.env_steps_per_s == pytest.approx(modest.env_steps_per_s, rel=ALIKE)
     counted = {"actors", "spare_actors"}
     assert {k: v for k, v in leading.settings.items() if k not in counted} == {
         k: v for k, v in modest.settings.items() if k not in counted

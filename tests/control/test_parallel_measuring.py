@@ -28,7 +28,7 @@ from qfleet.control.parallel_ranks import SIZES
 from qfleet.control.parallel_samples import call_seconds, quiet, rising
 from qfleet.control.parallel_tiny import handling_of
 from qfleet.control.parallel_traffic import gather_seconds, ring_seconds
-from qfleet.control.resources import Resources
+from qfleet.control.resources import Gpu, Resources
 from qfleet.core.errors import ConfigError
 from qfleet.core.spec import PLAIN, EnvSpec, LeafSpec
 from qfleet.core.usercode import UserCode
@@ -228,3 +228,6 @@ def test_a_machine_has_a_rank_for_each_core_and_two_at_least() -> None:
     sites = [site_of("cpu", Resources(cpu="", cores=n, memory=5, shared_memory=0), ranks) for n in (1, 2, 16)]
     assert [one.ranks for one in sites] == [2, 2, 16]
     assert all(one.shared and one.memory == 5 for one in sites)
+    gpus = [Gpu(name="large", memory=9), Gpu(name="small", memory=7)]
+    on_gpus = site_of("cuda", Resources(cpu="", cores=1, memory=5, shared_memory=0, gpus=gpus), ranks)
+    assert (on_gpus.ranks, on_gpus.memory) == (2, 7), "what one rank needs fits any of them"

@@ -13,7 +13,8 @@ from plan_cases import GIB, US, any_measurements, experiment, measurements, reso
 
 from qfleet.control.measurements import LearnerCost, Measurements, at
 from qfleet.control.plan import Plan
-from qfleet.control.planner import ALIKE, make_plan
+from qfleet.control.planner import make_plan
+from qfleet.control.planner_leeway import ALIKE
 from qfleet.control.planner_limits import OTHERS, PROCESS_BYTES, STEPS_OF_EACH, replay_bytes
 from qfleet.core.errors import ConfigError
 from qfleet.experiment import Experiment, with_changes

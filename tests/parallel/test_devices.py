@@ -13,7 +13,7 @@ from rank_threads import as_ranks
 from torch import distributed
 
 from qfleet.parallel import devices, gradsync
-from qfleet.parallel.devices import NAME_BYTES, all_have_their_own, own_device
+from qfleet.parallel.devices import LAST, NAME_BYTES, all_have_their_own, in_turn, own_device, server_turn, sharers
 from qfleet.parallel.gradsync import GradientGroup
 
 
@@ -28,7 +28,31 @@ def test_gpus_are_dealt_out_in_turn(gpus: int, expected: list[int], monkeypatch:
 
 def test_other_devices_stay_as_they_are() -> None:
     assert own_device("cpu", 3) == "cpu"
+    assert own_device("cuda", None) == "cuda", "it shares its process with others"
     assert devices.device_name(torch.device("cpu")) == bytes(NAME_BYTES)
+
+
+@given(st.integers(1, 8), st.integers(1, 10), st.integers(1, 10))
+def test_servers_and_the_evaluator_are_where_no_learner_is_as_long_as_there_is_such_a_gpu(
+    gpus: int, learners: int, servers: int
+) -> None:
+    ranks = [in_turn(rank, gpus) for rank in range(learners)]
+    serving = [in_turn(server_turn(index, learners), gpus) for index in range(servers)]
+    free = sorted(set(range(gpus)) - set(ranks))
+    assert serving[: len(free)] == free[:servers], "the free ones first"
+    shared = [(ranks + serving).count(gpu) for gpu in range(gpus)]
+    assert max(shared) - min(shared) <= 1, "then in turn"
+    assert in_turn(LAST, gpus) == (free or range(gpus))[-1]
+
+
+@given(st.integers(1, 8), st.integers(1, 10))
+def test_the_memory_of_a_gpu_is_shared_by_the_ranks_that_have_it(gpus: int, ranks: int) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "device_count", lambda: gpus)
+        patched.setattr(torch.cuda, "set_device", lambda number: None)
+        own = [own_device("cuda", rank) for rank in range(ranks)]
+        assert [sharers(device, ranks) for device in own] == [own.count(device) for device in own]
+        assert sharers("cuda", ranks) == sharers("cpu", ranks) == ranks, "of one process, or of one memory"
 
 
 @given(st.lists(st.sampled_from([bytes(NAME_BYTES), b"a" * NAME_BYTES, b"b" * NAME_BYTES, b"c" * NAME_BYTES])))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from program_cases import fingerprint, short, stop_at
 
 import qfleet.api as api
@@ -71,3 +72,12 @@ def test_a_run_goes_on_when_its_inference_server_dies(point, tmp_path, monkeypat
 def test_what_cannot_be_served_is_refused(algo, changes, words):
     with pytest.raises(ConfigError, match=words):
         short(algo, **{"inference.kind": "served", **changes})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_servers_and_the_evaluator_compute_on_gpus_that_no_learner_has(tmp_path):
+    settings = {"placement": "processes", "device": "cuda", "inference.device": "cuda", "inference.servers": 2}
+    run = api.train(served(env_steps=3000, actors=2, **settings), seed=3, run_dir=tmp_path / "run")
+    assert run.summary["env_steps"] >= 3000
+    assert run.summary["updates"] > 0

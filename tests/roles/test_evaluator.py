@@ -171,6 +171,14 @@ class Scripted:
         )  # fmt: skip
 
 
+def test_it_computes_on_the_gpu_whose_turn_it_is(monkeypatch):
+    turns = []
+    monkeypatch.setattr(evaluator_module, "own_device", lambda *asked: (turns.append(asked), "cpu")[1])
+    evaluator, handles = make_evaluator()
+    Evaluator(dataclasses.replace(evaluator._setup, device="cuda", turn=-1), handles)
+    assert turns == [("cpu", None), ("cuda", -1)]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("agent", [ReplayAgent(), ReplayAgent(memory=MemoryConfig(hidden=8))])

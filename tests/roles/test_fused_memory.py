@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from qfleet.core.errors import ConfigError
 from qfleet.core.usercode import UserCode
@@ -14,7 +15,7 @@ from qfleet.envs import env_spec
 from qfleet.experiment import with_changes
 from qfleet.presets import preset
 from qfleet.presets.algorithms import apply
-from qfleet.roles.fused import FusedSetup
+from qfleet.roles.fused import FusedSetup, memory
 from qfleet.roles.fused.memory import (
     MODEL_COPIES,
     data_bytes,
@@ -24,6 +25,7 @@ from qfleet.roles.fused.memory import (
     require_memory,
 )
 from qfleet.roles.fused.replay_loop import ReplayLoop
+from qfleet.roles.learner_setup import GroupConfig
 from qfleet.setups import fused_setup
 
 PARAMETERS = 10_000
@@ -71,6 +73,17 @@ def test_the_most_environments_that_are_named_fit_and_one_more_does_not() -> Non
         require_memory(_with_envs(run, most + 1), PARAMETERS, available)
 
 
+def test_of_several_loops_only_those_on_the_same_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = GroupConfig(rank=1, size=4, rendezvous="file:///nowhere")
+    run = replace(setup("dqn"), group=group, device="cuda:1")
+    monkeypatch.setattr(memory, "device_memory", lambda device: need(run))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    require_memory(run, PARAMETERS)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="does not fit the memory of device 'cuda:1'"):
+        require_memory(run, PARAMETERS)
+
+
 def test_where_nothing_fits_no_capacity_is_named() -> None:
     with pytest.raises(ConfigError, match=r"No replay\.capacity would fit"):
         require_memory(setup(), PARAMETERS, available=1000)
@@ -85,8 +98,6 @@ def test_what_is_reckoned_for_a_replay_is_what_its_tensors_take() -> None:
 
 
 def test_memory_of_the_cpu_is_that_of_the_machine() -> None:
-    import torch
-
     assert device_memory(torch.device("cpu")) > 2**20
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from qfleet.core import codec
 from qfleet.core.role import WORKED, Idle
 from qfleet.core.spec import PLAIN
 from qfleet.core.types import InferenceReply, InferenceRequest, Orders, Version
+from qfleet.roles import inference_server
 from qfleet.roles.served import ServedActing
 
 GREEDY = np.zeros(3, np.float32)
@@ -231,3 +234,11 @@ def test_orders_set_the_deadline_and_nobody_waits_for_environments_that_rest():
     edges.orders.publish(Orders((4, 4), (0.0,)))
     assert answers(4, ()), "the deadline has passed"
     assert [len(edge.queue) for edge in edges.replies] == [2, 1, 1, 0]
+
+
+def test_it_computes_on_the_gpu_whose_turn_it_is(monkeypatch):
+    turns = []
+    monkeypatch.setattr(inference_server, "own_device", lambda *asked: (turns.append(asked), "cpu")[1])
+    role = server(wires(1), rows=3)
+    inference_server.InferenceServer(dataclasses.replace(role._setup, device="cuda", turn=2), role._handles)
+    assert turns == [("cpu", None), ("cuda", 2)]

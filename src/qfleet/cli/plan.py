@@ -96,6 +96,7 @@ def show(plan: Plan, console: Console) -> None:
     if plan.resources is not None:
         machine = plan.resources
         title += f" on {machine.cores:g} cores{f' and {machine.gpu}' if machine.gpu else ''}"
+        title += f" (the first of {len(machine.gpus)} GPUs)" if len(machine.gpus) > 1 else ""
     console.print(Text(title, style="bold"))
     console.print(_roles(plan))
     told = list(_told(plan))

@@ -57,8 +57,8 @@ def _known(
 def site_of(device: str, resources: Resources, links: LocalRanks) -> Site:
     """Return this machine as a place for learner ranks: its GPUs, or its cores with one rank each and two at least."""
     if torch.device(device).type == "cuda":
-        memory = torch.cuda.get_device_properties(0).total_memory
-        return Site(links.fabric, memory, torch.cuda.device_count(), handling=links.handling)
+        memory = min(gpu.memory for gpu in resources.gpus)  # any of them may be a rank's
+        return Site(links.fabric, memory, len(resources.gpus), handling=links.handling)
     ranks = max(2, int(resources.cores))
     return Site(links.fabric, resources.memory, ranks, resources.cores, links.handling, links.slowdown)
 

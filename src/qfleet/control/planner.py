@@ -9,8 +9,8 @@ from itertools import product
 
 from qfleet.control.measurements import LearnerCost, Measurements
 from qfleet.control.plan import Plan, PlannedRole
-from qfleet.control.planner_leeway import adaptive_asked, balanced, sides, spare_actors
-from qfleet.control.planner_limits import most_actors, replay_bytes, within
+from qfleet.control.planner_leeway import ALIKE, adaptive_asked, balanced, sides, spare_actors
+from qfleet.control.planner_limits import free_gpus, most_actors, replay_bytes, within
 from qfleet.control.prediction import Arrangement, Prediction, Side, Tried, inline, predict, replaying, single_threaded
 from qfleet.control.reasons import load, reasons, why_placed, why_rounded, why_stepping
 from qfleet.control.resources import Resources
@@ -18,8 +18,6 @@ from qfleet.control.rounding import PRECISION, acting_precision, in_bf16
 from qfleet.experiment import Experiment
 from qfleet.roles.inference_server import ServedInference
 
-ALIKE = 0.03
-"""Of arrangements that are slower than the fastest by less, the most modest is taken."""
 LEAD = 1.3
 """A learner that holds a run up never waits where all others could go on so many times as fast: what they bring comes
 unevenly, and predictions err by a seventh."""
@@ -80,9 +78,13 @@ def _best(experiment: Experiment, measured: Measurements, resources: Resources, 
     alike.sort(key=lambda one: _modesty(experiment, one[0], fastest.leaves_gaps))
     if fastest.bottleneck == "learner" and replaying(experiment):
         alike = _leading(alike)
-    computing, asked = _inference(experiment, measured, fixed), adaptive_asked(experiment, fixed)
-    both = (sides(experiment, measured, resources.cores, one, computing, asked) for one in alike)
-    return next((found for found in both if len(found) > 1), alike[:1])
+    asked = adaptive_asked(experiment, fixed)
+    for one in alike:
+        served = _served(experiment, measured, resources, one[0], fixed)
+        both = sides(experiment, measured, resources.cores, one, served, asked)
+        if len(both) > 1:
+            return both
+    return alike[:1]
 
 
 def _leading(alike: list[Tried]) -> list[Tried]:
@@ -103,7 +105,8 @@ def _modesty(experiment: Experiment, way: Arrangement, gaps: bool) -> tuple[floa
     """
     envs = abs(math.log(way.envs / experiment.actor.envs))
     drawn, threads = way.learner.updates_per_draw, way.learner.threads
-    return (drawn, way.inference != "local", -way.actors if gaps else way.actors, envs, way.unroll, threads, way.groups)
+    served, actors = (way.inference != "local", way.servers), -way.actors if gaps else way.actors
+    return (drawn, *served, actors, envs, way.unroll, threads, way.groups)
 
 
 def _ways(
@@ -111,18 +114,17 @@ def _ways(
 ) -> Iterator[Arrangement]:
     """Yield every arrangement worth a thought; at least the experiment's own with one actor."""
     most, own = most_actors(experiment, measured, resources), experiment.actor
-    least = max(experiment.replay.shards, _servers(experiment, fixed))
+    least = max(experiment.replay.shards, _wanted_servers(experiment, fixed) or 1)
     actors = [experiment.actors] if "actors" in fixed else range(least, max(least, most) + 1)
     envs = [own.envs] if "actor.envs" in fixed else sorted({max(1, round(own.envs * factor)) for factor in ENVS})
     unrolls = [own.unroll] if "actor.unroll" in fixed or not replaying(experiment) else UNROLLS
     groups = [own.groups] if "actor.groups" in fixed else [1] if measured.two_groups is None else [1, 2]
-    learners, served = _learners(experiment, measured, fixed), _inference(experiment, measured, fixed)
-    choices = product(actors, envs, unrolls, groups, learners, served)
-    for way in (Arrangement(*choice, servers=_servers(experiment, fixed)) for choice in choices):
+    choices = product(actors, envs, unrolls, groups, _learners(experiment, measured, fixed))
+    for way in (Arrangement(*choice) for choice in choices):
         count, size, unroll, parts = way.actors, way.envs, way.unroll, way.groups
         smallest = count == min(actors) and size == min(envs, key=lambda one: abs(one - own.envs))
         if parts <= size and (within(experiment, way) or (smallest and unroll == min(unrolls))):
-            yield way
+            yield from _served(experiment, measured, resources, way, fixed)
 
 
 def _learners(experiment: Experiment, measured: Measurements, fixed: Collection[str]) -> list[LearnerCost]:
@@ -146,10 +148,25 @@ def _inference(experiment: Experiment, measured: Measurements, fixed: Collection
     return devices if "inference.kind" in fixed and inference.kind == "served" else ["local", *devices]
 
 
-def _servers(experiment: Experiment, fixed: Collection[str]) -> int:
-    """Return how many inference servers there are if there are any: one, unless the user wants more."""
+def _served(
+    experiment: Experiment, measured: Measurements, resources: Resources, way: Arrangement, fixed: Collection[str]
+) -> list[Arrangement]:
+    """Return an arrangement with each of those who may compute for its actors.
+
+    There is one server, unless the user wants several or further GPUs are free.
+    """
+    wanted, found = _wanted_servers(experiment, fixed), []
+    for side in _inference(experiment, measured, fixed):
+        most = min(free_gpus(experiment, resources, way.learner), way.actors) if side == "cuda" else 1
+        counts = range(1, max(1, most) + 1) if wanted is None else [wanted]
+        found += [replace(way, inference=side, servers=servers) for servers in counts]
+    return found
+
+
+def _wanted_servers(experiment: Experiment, fixed: Collection[str]) -> int | None:
+    """Return how many inference servers the user wants; None where that is left open."""
     inference = experiment.inference
-    return inference.servers if "inference.servers" in fixed and isinstance(inference, ServedInference) else 1
+    return inference.servers if "inference.servers" in fixed and isinstance(inference, ServedInference) else None
 
 
 def _inline_plan(experiment: Experiment, alone: Prediction) -> Plan:
@@ -222,8 +239,8 @@ def _inference_settings(
     if chosen == ["local"]:
         return {} if present.kind == "local" else {"inference.kind": "local", "inference.precision": present.precision}
     served = present if isinstance(present, ServedInference) else ServedInference(precision=present.precision)
-    device = next(one for one in chosen if one != "local")
-    values = served.replace(servers=_servers(experiment, fixed), device=device).model_dump(exclude={"kind", "begins"})
+    way = next(way for way, _ in best if way.inference != "local")
+    values = served.replace(servers=way.servers, device=way.inference).model_dump(exclude={"kind", "begins"})
     values["kind"] = "served" if len(chosen) == 1 else "adaptive"
     if len(chosen) > 1 and "inference.begins" not in fixed:
         values["begins"] = "local" if chosen[0] == "local" else "served"
@@ -252,9 +269,9 @@ def _roles(experiment: Experiment, best: Sequence[Tried]) -> tuple[PlannedRole, 
         busy = rate * prediction.replay
         shards = experiment.replay.shards
         roles.insert(1, PlannedRole(kind="replay", count=shards, cores=busy, busy=busy / shards))
-    device = next((one.inference for one, _ in best if one.inference != "local"), None)
-    if device is not None:
-        busy, servers = rate * prediction.inference, way.servers
+    served = next((one for one, _ in best if one.inference != "local"), None)
+    if served is not None:
+        busy, servers, device = rate * prediction.inference, served.servers, served.inference
         roles.insert(1, PlannedRole(kind="inference", count=servers, cores=busy, busy=busy / servers, device=device))
     return tuple(roles)
 

@@ -8,11 +8,13 @@ from dataclasses import replace
 from qfleet.control.levers import LEARNING, WAITING
 from qfleet.control.measurements import Measurements, at
 from qfleet.control.planner_limits import most_actors, within
-from qfleet.control.prediction import EFFICIENCY, Arrangement, Prediction, Side, Tried, predict
+from qfleet.control.prediction import EFFICIENCY, Arrangement, Prediction, Tried, predict
 from qfleet.control.resources import Resources
 from qfleet.experiment import Experiment
 from qfleet.roles.inference_server import AdaptiveInference
 
+ALIKE = 0.03
+"""Of arrangements that are slower than the fastest by less, the most modest is taken."""
 CLOSE = 0.2
 """Where one side of inference is predicted to be slower than the other by less, the run finds out which is faster."""
 NETWORK = WAITING / 2
@@ -32,18 +34,26 @@ def adaptive_asked(experiment: Experiment, fixed: Collection[str]) -> bool:
 
 
 def sides(
-    experiment: Experiment, measured: Measurements, cores: float, chosen: Tried, open_sides: Sequence[Side], asked: bool
+    experiment: Experiment,
+    measured: Measurements,
+    cores: float,
+    chosen: Tried,
+    served: Sequence[Arrangement],
+    asked: bool,
 ) -> list[Tried]:
     """Return the chosen arrangement or, where it is left open who computes for the actors, both sides of it.
 
-    The faster one comes first. They are left open where they are `asked` for, or are close and acting is what counts.
+    `served` is the arrangement with each of those who may compute, few servers first. The faster side comes first.
+    Both are left open where that is `asked` for, or they are close and acting is what counts.
     """
     way, here = chosen
-    others = [one for one in open_sides if (one == "local") != (way.inference == "local")]
+    others = [one for one in served if (one.inference == "local") != (way.inference == "local")]
     if not others or not (asked or (balanced(experiment) and _movable(experiment, measured, way, here))):
         return [chosen]
-    moved = [replace(way, inference=one) for one in others]
-    both = [chosen, max(((one, predict(experiment, measured, cores, one)) for one in moved), key=_rate)]
+    tried = [(one, predict(experiment, measured, cores, one)) for one in others]
+    fastest = max(tried, key=_rate)
+    same = [one for one in tried if one[0].inference == fastest[0].inference]
+    both = [chosen, next(one for one in same if _rate(one) >= (1 - ALIKE) * _rate(fastest))]
     both.sort(key=_rate, reverse=True)
     return both if asked or _rate(both[1]) >= (1 - CLOSE) * _rate(both[0]) else [chosen]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qfleet.control.measurements import Measurements, at
+from qfleet.control.measurements import LearnerCost, Measurements, at
 from qfleet.control.prediction import Arrangement, replaying
 from qfleet.control.resources import Resources
 from qfleet.experiment import Experiment
@@ -39,6 +39,16 @@ def most_actors(experiment: Experiment, measured: Measurements, resources: Resou
     work = min(1.0, at(measured.actor_cpu, envs) / at(measured.actor_tick, envs))
     sleepers = min(int(cores / max(work, 1e-3)), PER_CORE * cores - others)
     return max(1, min(max(cores, sleepers), spare // PROCESS_BYTES))
+
+
+def free_gpus(experiment: Experiment, resources: Resources, learner: LearnerCost) -> int:
+    """Return how many GPUs no learner rank has."""
+    return max(0, len(resources.gpus) - ranks_on_gpus(experiment, learner))
+
+
+def ranks_on_gpus(experiment: Experiment, learner: LearnerCost) -> int:
+    """Return how many learner ranks take GPUs, which they do in turn."""
+    return experiment.learners * experiment.parallel.split if learner.device == "cuda" else 0
 
 
 def replay_bytes(experiment: Experiment, measured: Measurements) -> int:

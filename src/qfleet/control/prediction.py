@@ -19,7 +19,7 @@ _NOTHING = 1e-12
 """Seconds that stand for none, where one divides by them."""
 
 Side = Literal["local", "cpu", "cuda"]
-"""Who computes for the actors: they themselves, or one server on that device."""
+"""Who computes for the actors: they themselves, or servers on that device."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Prediction:
     actor_cpu: float
     """Processor time of an actor."""
     inference: float
-    """Of the inference server; 0 without one."""
+    """Of the inference server that computes for it; 0 without one."""
     replay: float
     learner: float
     rate: float

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from qfleet.control.measurements import QUIET, LearnerCost, Measurements, at
+from qfleet.control.planner_limits import ranks_on_gpus
 from qfleet.control.prediction import (
     WIDE,
     Arrangement,
@@ -18,6 +19,7 @@ from qfleet.control.prediction import (
 )
 from qfleet.control.resources import Resources
 from qfleet.experiment import Experiment
+from qfleet.parallel.devices import LAST, in_turn, server_turn
 
 
 def why_placed(placement: str, rates: Mapping[str, float], asked: bool) -> str:
@@ -55,14 +57,15 @@ def reasons(
     A second one in `best` is the other side of inference that the run can be moved to.
     """
     way, prediction = best[0]
+    served = next((one for one, _ in best if one.inference != "local"), way)
     limit = {
         "actor": "the actors",
-        "inference": f"the inference server ({way.inference})",
+        "inference": f"the inference server{'s' if way.servers > 1 else ''} ({way.inference})",
         "replay": "the replay",
         "learner": f"the learner ({way.learner.device})",
         "cores": f"the {resources.cores:g} cores, which all roles share",
     }[prediction.bottleneck]
-    alone = predict(experiment, measured, resources.cores, replace(way, actors=1)).rate
+    alone = predict(experiment, measured, resources.cores, replace(way, actors=1, servers=1)).rate
     no_more = "cores and memory hold no more of them" if prediction.bottleneck == "actor" else "more would not help"
     gaps = "; cores idle while an actor acts, unless others step" if prediction.leaves_gaps and way.actors > 1 else ""
     more = f"; one actor would give {alone:,.0f}" if way.actors > 1 else f"; {no_more}"
@@ -72,9 +75,11 @@ def reasons(
         "actors": f"{way.actors}: {prediction.rate:,.0f} steps/s, limited by {limit}{more}{gaps}",
         "actor.envs": _tick(measured, way, prediction),
         "actor.groups": _groups(measured, way),
-        "inference": _sides(best) + _inference(measured, way),
+        "inference": _sides(best) + _inference(measured, way, served.servers),
         "device": _device(measured, way),
     }
+    if len(resources.gpus) > 1:
+        found["GPUs"] = _gpus(experiment, resources, way.learner, served)
     drawn = way.learner.updates_per_draw
     if drawn != experiment.learner.updates_per_draw:
         found["learner.updates_per_draw"] = f"{drawn}: the GPU makes so many updates without waiting in between"
@@ -129,16 +134,34 @@ def _sides(best: Sequence[Tried]) -> str:
     return f"adaptive: about {rates}, so that the balancer finds out which is faster; "
 
 
-def _inference(measured: Measurements, way: Arrangement) -> str:
+def _inference(measured: Measurements, way: Arrangement, servers: int) -> str:
     """Say who computes the values, with the figures that decide it."""
-    clients = -(-way.actors // way.servers)
+    clients = -(-way.actors // servers)
     own, asked = at(measured.act, way.envs), clients * way.envs
     words = f"{way.envs} observations take an actor {1e3 * own:.2f} ms"
     for device, curve in (("cpu", measured.act), ("cuda", measured.act_cuda)):
         if curve:
-            whose = "all" if way.servers == 1 else f"its {clients} actors"
+            whose = "all" if servers == 1 else f"its {clients} actor{'s' if clients > 1 else ''}"
             words += f"; a server ({device}) takes {1e3 * at(curve, asked):.2f} ms for the {asked} of {whose}"
     return f"{way.inference}: {words}; a request costs each side {1e6 * request_side(measured, way.envs):.0f} us"
+
+
+def _gpus(experiment: Experiment, resources: Resources, learner: LearnerCost, served: Arrangement) -> str:
+    """Say of each GPU who computes on it."""
+    ranks, evaluating = ranks_on_gpus(experiment, learner), experiment.evaluation.device
+    turns = {("learner" if ranks == 1 else f"learner {rank}"): rank for rank in range(ranks)}
+    if served.inference == "cuda":
+        turns |= {f"inference server {index}": server_turn(index, ranks) for index in range(served.servers)}
+    if (learner.device if evaluating == "auto" else evaluating) == "cuda":
+        turns["evaluator"] = LAST
+    users = [
+        [name for name, turn in turns.items() if in_turn(turn, len(resources.gpus)) == number]
+        for number in range(len(resources.gpus))
+    ]
+    return "; ".join(
+        f"{number} ({gpu.name}, {gpu.memory / 2**30:.0f} GiB): {', '.join(users[number]) or 'nobody'}"
+        for number, gpu in enumerate(resources.gpus)
+    )
 
 
 def _device(measured: Measurements, way: Arrangement) -> str:

@@ -1,12 +1,13 @@
-"""What of this machine a run may use: cores, memory, shared memory, and the GPU."""
+"""What of this machine a run may use: cores, memory, shared memory, and GPUs."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from qfleet.accel.hardware import cpu_name
 from qfleet.core.config import Config
@@ -20,6 +21,14 @@ _QUOTAS = (
 """Where Linux keeps a container's share of processor time: quota and period in one file, or in two."""
 
 
+class Gpu(Config):
+    """One GPU of this machine."""
+
+    name: str
+    memory: int = Field(ge=0)
+    """Bytes of it, whoever has them now; 0 where nobody looked."""
+
+
 class Resources(Config):
     """What there is to share among the roles of a run."""
 
@@ -31,8 +40,22 @@ class Resources(Config):
     """Bytes of memory still free."""
     shared_memory: int = Field(ge=0)
     """Bytes still free where processes share memory; they count as memory too."""
-    gpu: str = ""
-    """The GPU's name; empty without one."""
+    gpus: tuple[Gpu, ...] = ()
+    """The GPUs that torch sees, by their numbers."""
+
+    @property
+    def gpu(self) -> str:
+        """The name of the first GPU, on which things are measured; empty without one."""
+        return self.gpus[0].name if self.gpus else ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_one_gpu(cls, tree: Any) -> Any:
+        """Read plans, which runs go on with, from when only the first GPU's name was kept."""
+        if not isinstance(tree, dict) or "gpu" not in tree:
+            return tree
+        others = {name: value for name, value in tree.items() if name != "gpu"}
+        return {**others, "gpus": [{"name": tree["gpu"], "memory": 0}] if tree["gpu"] else []}
 
 
 def look() -> Resources:
@@ -42,8 +65,14 @@ def look() -> Resources:
         cores=usable_cores(),
         memory=available_memory(),
         shared_memory=free_shared_memory(),
-        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+        gpus=_gpus(),
     )
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = [torch.cuda.get_device_properties(number) for number in range(count)]
+    return tuple(Gpu(name=one.name, memory=one.total_memory) for one in found)
 
 
 def usable_cores() -> float:

@@ -29,6 +29,7 @@ from qfleet.core.spec import EnvSpec
 from qfleet.core.types import Bools, Evaluated, Ints, Notice, Version, Weights
 from qfleet.core.usercode import UserCode
 from qfleet.envs import EnvConfig, VectorEnv, make_env
+from qfleet.parallel.devices import own_device
 from qfleet.roles.acting import Acting
 
 Doubles = NDArray[np.float64]
@@ -63,8 +64,8 @@ class EvaluationConfig(Config):
     epsilon: float = Field(0.0, ge=0.0, le=1.0)
     """Chance of a random action (the Atari protocol uses 0.001 to 0.05)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the network is during evaluations; "auto" is where the learner is, if that is a CUDA device, or else
-    the CPU. The final test is always played on the CPU."""
+    """Where the network is during evaluations; "auto" is a CUDA device if the learner is on one, the machine's last, or
+    else the CPU. The final test is always played on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class EvaluatorSetup:
     longest_step_s: float | None = None
     """Seconds after which a step ends between two ticks, however few it has made; None where only their number counts,
     so that it does not depend on the clock when others have their turn."""
+    turn: int | None = None
+    """Whose turn it is when the machine's GPUs are dealt out; None where it has the one that others have, too."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +107,10 @@ class Evaluator(Role):
 
     def __init__(self, setup: EvaluatorSetup, handles: EvaluatorHandles) -> None:
         self._setup, self._handles = setup, handles
+        self._device = own_device(setup.device, setup.turn)
         self._network = build_network(
             setup.network, setup.agent, setup.spec, seed=setup.seed, custom=setup.code.network
-        ).to(setup.device)
+        ).to(self._device)
         self._flat = FlatParameters(self._network)
         self._env: VectorEnv | None = None
         self._best = -np.inf
@@ -165,7 +169,7 @@ class Evaluator(Role):
             envs = min(config.envs, config.episodes)
             self._env = self._made(envs)
         setup = self._setup
-        return playing(self._network, self._env, config, setup.seed, setup.split, config.episodes, setup.device)
+        return playing(self._network, self._env, config, setup.seed, setup.split, config.episodes, self._device)
 
     def _made(self, envs: int) -> VectorEnv:
         try:

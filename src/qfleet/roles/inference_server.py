@@ -32,6 +32,7 @@ from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.spec import EnvSpec
 from qfleet.core.types import InferenceReply, InferenceRequest, Orders, Weights
 from qfleet.core.usercode import UserCode
+from qfleet.parallel.devices import own_device
 from qfleet.roles.batching import Batcher
 from qfleet.roles.weight_store import WeightReader
 
@@ -98,6 +99,8 @@ class InferenceSetup:
     """Environments that can ask at the same time."""
     device: str
     code: UserCode
+    turn: int | None = None
+    """Whose turn it is when the machine's GPUs are dealt out; None where it has the one that others have, too."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ class InferenceServer(Role):
 
     def __init__(self, setup: InferenceSetup, handles: InferenceHandles) -> None:
         self._setup, self._handles = setup, handles
-        device = torch.device(setup.device)
+        device = torch.device(own_device(setup.device, setup.turn))
         network = build_network(setup.network, setup.agent, setup.spec, seed=setup.seed, custom=setup.code.network).to(
             device
         )

@@ -9,6 +9,7 @@ import torch
 from qfleet.algo.agent import ReplayAgent, RolloutAgent
 from qfleet.core.errors import ConfigError
 from qfleet.core.spec import EnvSpec
+from qfleet.parallel.devices import sharers
 from qfleet.replay.grid import grid_bytes, largest_length
 from qfleet.replay.memory import available_memory
 from qfleet.roles.fused.setup import FusedSetup
@@ -28,21 +29,22 @@ _SMALLER = "Lower actor.envs, learner.batch_size, evaluation.episodes or the net
 def require_memory(setup: FusedSetup, parameters: int, available: int | None = None) -> None:
     """Raise ConfigError when the run of a network with so many parameters does not fit `available` bytes.
 
-    Without `available`, it is what this process has or can still get on the run's device: of several, its share.
+    Without `available`, it is what this process has or can still get on its device: its share where several have that.
     """
-    room = device_memory(torch.device(setup.device)) // setup.ranks if available is None else available
+    if available is None:
+        available = device_memory(torch.device(setup.device)) // sharers(setup.device, setup.ranks)
     passes = {
         ("passes" if setup.device == "cpu" else "passes and recording"): pass_bytes(setup),
         "evaluation": evaluation_bytes(setup),
     }
     fixed = {"model": 4 * MODEL_COPIES * parameters, **passes}
     data, name = data_bytes(setup)
-    if data + sum(fixed.values()) <= room:
+    if data + sum(fixed.values()) <= available:
         return
     terms = " + ".join(f"{what} {_gib(size)}" for what, size in {name: data, **fixed}.items())
     raise ConfigError(
         f"this run does not fit the memory of device '{setup.device}': {terms} = {_gib(data + sum(fixed.values()))},"
-        f" but {_gib(room)} are available. {_advice(setup, room - sum(fixed.values()))}"
+        f" but {_gib(available)} are available. {_advice(setup, available - sum(fixed.values()))}"
     )
 
 

@@ -74,6 +74,7 @@ class Crew:
         self._poll = select.poll()
         self._swept = 0.0
         self._replaced = 0
+        self._past_s = 0.0  # processor time of workers whose process has ended
         self._closed = False
         self._open_nursery()
 
@@ -107,6 +108,10 @@ class Crew:
     def revive(self, index: int) -> None:
         """Try again with a worker that was given up."""
         self._posts[index] = _Post(spawn_at=0.0)
+
+    def cpu_s(self) -> float:
+        """Return the processor time of all workers so far, of those that have ended too."""
+        return self._past_s + float(self.slots.cpu_s.sum())
 
     def close(self) -> None:
         """End every worker; may be called again."""
@@ -202,6 +207,8 @@ class Crew:
         return heard
 
     def _ended(self, index: int, how: str) -> Heard:
+        self._past_s += float(self.slots.cpu_s[index])
+        self.slots.cpu_s[index] = 0.0
         post = self._posts[index]
         post.cause = post.cause or how
         if post.failures > len(BACK_OFF_S):

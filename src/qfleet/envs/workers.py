@@ -143,6 +143,10 @@ class WorkersEnv(VectorEnv):
         """Return the environments that failed several times in a row."""
         return [index for index, phase in enumerate(self._phases) if phase is Phase.GONE]
 
+    def helpers_cpu_s(self) -> float:
+        """Return what the environments' processes have taken."""
+        return self._crew.cpu_s()
+
     def close(self) -> None:
         """End every process."""
         self._crew.close()

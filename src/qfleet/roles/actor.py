@@ -286,6 +286,10 @@ class Actor(Role):
             values["lost_steps"] = float(self._progress.lost)
         return values
 
+    def helpers_cpu_s(self) -> float:
+        """Return what environments in processes of their own have taken."""
+        return self._env.helpers_cpu_s()
+
     def state_dict(self) -> State:
         """Return environments, random streams, weights and statistics."""
         return {

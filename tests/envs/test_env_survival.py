@@ -182,6 +182,8 @@ def test_an_environment_that_always_fails_is_given_up_once_and_the_run_goes_on(t
             env.step(np.zeros(2, np.int64))
             told += env.incidents()
         assert len(told) == 5
+        assert "the loss number 5 in a row" in told[-1]
+        assert "until it is resumed. What to do: mend what fails there; a higher env.step_timeout helps" in told[-1]
         assert sum("goes on without it" in text for text in told) == 1
         for _ in range(20):
             tick = env.step(np.zeros(2, np.int64))
@@ -201,7 +203,7 @@ def test_when_all_are_given_up_that_is_one_error_with_the_last_cause(tmp_path, i
     plan(tmp_path, {(0, "reset"): "exception", (1, "reset"): "exception"})
     with (
         closing(fragile_workers(tmp_path, 2)) as env,
-        pytest.raises(EnvironmentFault, match=r"fragile: no environment is left.*robot fell over"),
+        pytest.raises(EnvironmentFault, match=r"fragile: no environment is left.*robot fell over.*env\.step_timeout"),
     ):
         env.reset([1, 2])
 

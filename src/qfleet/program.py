@@ -417,6 +417,8 @@ def place(
     if experiment.in_turns:  # only one role computes at a time; sums depend on the number of threads
         threads = {node.kind: experiment.threads for node in program.graph.nodes}
         torch.set_num_threads(experiment.threads)
+    if experiment.placement != "ray":
+        tell_crowd(experiment, usable_cores())
     if experiment.placement == "inline":
         from qfleet.runtime.inline import InlinePlacement
 
@@ -433,7 +435,6 @@ def place(
     shared = {ReplayShard.kind: shards or experiment.replay.shards}
     spawned = _spawned(experiment)
     if experiment.placement == "processes":
-        tell_crowd(experiment, usable_cores())
         from qfleet.runtime.processes import ProcessPlacement
 
         return ProcessPlacement(

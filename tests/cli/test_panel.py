@@ -90,6 +90,15 @@ def test_actors_that_sleep_are_counted_and_nothing_more() -> None:
     assert 'Idle("not needed now"' in source.read_text(), "what such an actor says"
 
 
+def test_environments_that_are_given_up_stand_in_the_row_of_the_actors() -> None:
+    board = full_board()
+    board.take_metrics({**METRICS, "given_up_envs": 1.0, "actor.2.busy": 0.0, "actor.2.idle": "not needed now"})
+    (actors,) = [line for line in text_of(board, width=120).splitlines() if "actor x2" in line]
+    assert "actor x2 +1 asleep, 1 env given up" in actors
+    board.take_metrics({**METRICS, "given_up_envs": 12.0})
+    assert "actor x2, 12 envs given up" in text_of(board, width=120)
+
+
 def test_an_empty_board_can_be_drawn() -> None:
     text = text_of(Board())
     assert "qfleet" in text

@@ -84,6 +84,19 @@ def test_roles_that_are_starting_are_not_judged() -> None:
         assert watching.observe(now, int(200 * now), [*others, late]) == []
 
 
+def test_an_actor_is_not_held_to_what_environments_that_are_given_up_would_do() -> None:
+    """One of four that were lost for good: the actor was called a straggler, at a quarter of the others' rate."""
+    watching = Balancer(Fleet(cores=4, actors=3, envs=4))
+    for tick in range(100):
+        now = 0.1 * tick
+        acting = [1 if index == 2 else 4 for index in range(3)]
+        reports = [
+            Report("actor", i, "running", {"env_steps": 25 * n * now, "acting_envs": float(n)}, now, {})
+            for i, n in enumerate(acting)
+        ]
+        assert watching.observe(now, int(225 * now), reports) == []
+
+
 def test_the_slow_part_of_an_actor_rests_when_the_run_gets_faster_by_it_and_is_tried_again_later() -> None:
     run = Machine(WHOLE, units=2)
     run.go(5)

@@ -171,10 +171,10 @@ def test_actors_that_sleep_are_more_than_cores(monkeypatch: pytest.MonkeyPatch) 
     assert found is not None
     assert at(found.actor_cpu, 4) < 0.5 * at(found.actor_tick, 4)
     two = machine_of(2)
-    assert most_actors(waiting(), found, two) == 4 * 2 - 3
+    assert most_actors(waiting(), found, two, 4) == 4 * 2 - 3
     assert make_plan(waiting(), found, two, {"placement", "actor.envs"}).settings["actors"] > 2
     awake = found.replace(actor_cpu=found.actor_tick)
-    assert most_actors(waiting(), awake, two) == 2
+    assert most_actors(waiting(), awake, two, 4) == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs processes that share one core")

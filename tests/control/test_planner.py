@@ -15,7 +15,14 @@ from qfleet.control.measurements import LearnerCost, Measurements, at
 from qfleet.control.plan import Plan
 from qfleet.control.planner import make_plan
 from qfleet.control.planner_leeway import ALIKE
-from qfleet.control.planner_limits import OTHERS, PROCESS_BYTES, STEPS_OF_EACH, replay_bytes
+from qfleet.control.planner_limits import (
+    ENVIRONMENT_BYTES,
+    OTHERS,
+    PROCESS_BYTES,
+    STEPS_OF_EACH,
+    most_actors,
+    replay_bytes,
+)
 from qfleet.core.errors import ConfigError
 from qfleet.experiment import Experiment, with_changes
 from qfleet.planning import apply_plan
@@ -75,6 +82,25 @@ def test_processes_fit_the_memory(measured: Measurements, processes: int) -> Non
     memory = replay_bytes(run, measured) + processes * PROCESS_BYTES
     plan = planned(measured, 32, run, memory=memory)
     assert plan.settings["actors"] <= max(1, processes - OTHERS)
+
+
+def test_processes_of_environments_fit_the_memory_and_the_cores() -> None:
+    """An actor counted as one process, however many its environments had."""
+    run = experiment(**{"env.vectorisation": "async", "evaluation.envs": 8})
+    awake = measurements()
+    asleep = measurements(actor_cpu=tuple((size, 0.01 * seconds) for size, seconds in awake.actor_tick))
+    judged, actor = OTHERS * PROCESS_BYTES + 8 * ENVIRONMENT_BYTES, PROCESS_BYTES + 16 * ENVIRONMENT_BYTES
+    room = resources(8, memory=replay_bytes(run, asleep) + judged + 3 * actor)
+    assert most_actors(run, asleep, room, 16) == 3
+    assert most_actors(run, awake, room, 16) == 3
+    assert most_actors(run, asleep, room, 64) == 1
+    plan = make_plan(run, asleep, room, PLACED)
+    sizes = plan.settings["actors"] + plan.settings["spare_actors"], int(plan.settings["actor.envs"])
+    assert sizes[0] * (PROCESS_BYTES + sizes[1] * ENVIRONMENT_BYTES) <= 3 * actor
+    wide = resources(2)
+    assert [most_actors(run, awake, wide, envs) for envs in (16, 32, 256)] == [2, 1, 1]
+    assert most_actors(run, asleep, wide, 256) == 5, "those that sleep take memory alone"
+    assert most_actors(experiment(), awake, wide, 256) == 2
 
 
 @given(any_measurements, st.sampled_from(["actors", "actor.envs", "actor.unroll", "threads"]), st.integers(1, 7))

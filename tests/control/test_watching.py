@@ -75,6 +75,8 @@ def test_what_actors_have_lost_is_their_sum() -> None:
     lost = [Report("actor", i, "running", {"cut_episodes": 2.0, "lost_steps": 3.0 * i}, 1.0, {}) for i in range(2)]
     record = Progress(experiment(), lambda: 1.0).record([*lost, actor(2, 50, 1.0)], 50, 5, 1.0)
     assert (record["cut_episodes"], record["lost_steps"]) == (4.0, 3.0)
+    given_up = [Report("actor", i, "running", {"given_up_envs": 1.0 + i}, 1.0, {}) for i in range(2)]
+    assert Progress(experiment(), lambda: 1.0).record([*given_up, actor(2, 50, 1.0)], 50, 5, 1.0)["given_up_envs"] == 3
     assert "cut_episodes" not in Progress(experiment(), lambda: 1.0).record([actor(0, 50, 1.0)], 50, 5, 1.0)
 
 

@@ -23,7 +23,10 @@ from qfleet.core.errors import ConfigError, EnvironmentFault
 from qfleet.core.spec import PLAIN
 from qfleet.envs import GymConfig, make_env
 from qfleet.envs import crew as crew_module
+from qfleet.envs.gym import layout_of
+from qfleet.envs.reward import AS_IT_IS
 from qfleet.envs.vector import Tick
+from qfleet.envs.worker import Maker
 from qfleet.envs.workers import WorkersEnv
 
 SUDDEN = ("exception", "exit", "hard exit", "kill", "segfault")
@@ -179,6 +182,8 @@ def test_an_environment_that_always_fails_is_given_up_once_and_the_run_goes_on(t
             env.step(np.zeros(2, np.int64))
             told += env.incidents()
         assert len(told) == 5
+        assert "the loss number 5 in a row" in told[-1]
+        assert "until it is resumed. What to do: mend what fails there; a higher env.step_timeout helps" in told[-1]
         assert sum("goes on without it" in text for text in told) == 1
         for _ in range(20):
             tick = env.step(np.zeros(2, np.int64))
@@ -198,9 +203,47 @@ def test_when_all_are_given_up_that_is_one_error_with_the_last_cause(tmp_path, i
     plan(tmp_path, {(0, "reset"): "exception", (1, "reset"): "exception"})
     with (
         closing(fragile_workers(tmp_path, 2)) as env,
-        pytest.raises(EnvironmentFault, match=r"fragile: no environment is left.*robot fell over"),
+        pytest.raises(EnvironmentFault, match=r"fragile: no environment is left.*robot fell over.*env\.step_timeout"),
     ):
         env.reset([1, 2])
+
+
+class Busy(Fragile):
+    """Computes for so many seconds of processor time in each step, and fails as planned."""
+
+    def step(self, action):
+        until = time.process_time() + 0.25
+        while time.process_time() < until:
+            pass
+        return super().step(action)
+
+
+def busy_workers(folder: Path) -> WorkersEnv:
+    makers = [Maker(partial(Busy, index, folder)) for index in range(2)]
+    return WorkersEnv(makers, layout_of(Busy(-1, folder), "busy"), AS_IT_IS)
+
+
+def test_the_processor_time_of_environments_is_known_and_stays_when_one_dies(tmp_path, impatient):
+    plan(tmp_path, {(0, 2): "exit"})
+    with closing(busy_workers(tmp_path)) as env:
+        env.reset([1, 2])
+        known, cut = [env.helpers_cpu_s()], 0
+        while cut == 0 or len(known) < 6:
+            cut += len(env.step(np.zeros(2, np.int64)).cut)
+            known.append(env.helpers_cpu_s())
+    assert known == sorted(known), "what a dead one took is not forgotten"
+    assert known[2] - known[0] > 0.9
+    assert known[-1] > 0.25 * len(known)
+
+
+def test_the_processor_time_of_gymnasiums_own_processes_is_known_too(tmp_path):
+    plan(tmp_path, {})
+    config = GymConfig(id="busy", vectorisation="async", autoreset="next_step")
+    with closing(make_env(config, 2, factory=partial(Busy, 0, tmp_path))) as env:
+        env.reset([1, 2])
+        before = env.helpers_cpu_s()
+        env.step(np.zeros(2, np.int64))
+        assert env.helpers_cpu_s() - before > 0.4
 
 
 def test_back_off_grows_and_success_forgives(tmp_path, monkeypatch):

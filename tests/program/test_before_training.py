@@ -237,6 +237,54 @@ def test_what_makes_processes_many_is_named(changes: dict[str, Any], flag: str) 
     assert f"a lower {flag} may be faster" in text
 
 
+INSTEAD = "--env.vectorisation sync (now async)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"actors": 4, "actor.envs": 256, "evaluation.envs": 8},
+            "1,039 processes share 2 cores: they will wait for each other; a lower --actor.envs (now 256) or --actors"
+            f" (now 4) may be faster, or {INSTEAD}",
+        ),
+        (
+            {"actors": 1, "actor.envs": 8, "evaluation.envs": 40, "evaluation.episodes": 40},
+            f"a lower --evaluation.envs (now 40) may be faster, or {INSTEAD}",
+        ),
+        ({"placement": "inline", "actor.envs": 200}, "200) or --actors (now 1) may be faster"),
+        ({"actors": 1, "spare_actors": 1, "actor.envs": 17}, "--actor.envs (now 17)"),
+        ({"actors": 1, "actor.envs": 16, "evaluation.envs": 40, "evaluation.episodes": 8}, ""),
+        ({"actors": 1, "actor.envs": 256, "env.vectorisation": "sync"}, ""),
+    ],
+)
+def test_processes_of_environments_are_counted_among_those_that_are_told(changes: dict[str, Any], said: str) -> None:
+    """4 actors with 256 such environments each passed on 2 cores without a word."""
+    told: list[str] = []
+    settings = {"placement": "processes", "env.vectorisation": "async", "evaluation.episodes": 8, **changes}
+    with heard_by(told.append):
+        crowding.tell_crowd(short(**settings), 2)
+    assert len(told) == bool(said)
+    assert not said or said in told[0]
+
+
+@pytest.mark.parametrize(("placement", "count"), [("processes", "1,039"), ("inline", "1,032")])
+def test_processes_of_environments_that_memory_does_not_hold_are_refused(
+    placement: str, count: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crowding, "usable_cores", lambda: 2.0)
+    monkeypatch.setattr(crowding, "available_memory", lambda: 8 * 2**30)
+    changes = {"actors": 4, "actor.envs": 256, "evaluation.envs": 8, "evaluation.episodes": 8}
+    many = short(placement=placement, **{"env.vectorisation": "async"}, **changes)
+    with pytest.raises(ConfigError) as refused:
+        crowding.require_processes_fit(many)
+    assert str(refused.value).startswith(f"{count} processes are more than this machine holds: at about 150 MiB each")
+    assert "10 MiB for each environment's own" in str(refused.value)
+    assert str(refused.value).endswith(f"Lower --actor.envs (now 256) or --actors (now 4), or set {INSTEAD}")
+    monkeypatch.setattr(crowding, "available_memory", lambda: 64 * 2**30)
+    crowding.require_processes_fit(many)
+
+
 @pytest.mark.parametrize("plan", [None, "auto"])
 def test_so_many_actors_that_they_would_only_end_the_machine_are_refused(
     plan: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

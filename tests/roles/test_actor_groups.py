@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from qfleet.core.codec import roundtrip
 from qfleet.core.spec import PLAIN
 from qfleet.core.types import Experience
 from qfleet.core.usercode import UserCode
-from qfleet.envs import GymConfig, env_spec
+from qfleet.envs import GymConfig, crew, env_spec
 from qfleet.roles.actor import Actor, ActorConfig, ActorHandles, ActorSetup
 
 sys.path.append(str(Path(__file__).parents[1] / "envs"))
@@ -113,3 +114,30 @@ def test_a_lost_environment_is_named_before_its_next_episode_and_told_of(groups,
     told = "\n".join(notice.text for notice in handles.events.queue)
     assert "the robot fell over" in told
     assert "its process exited (3)" in told
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_an_environment_that_is_given_up_is_no_more_counted_as_acting(groups, tmp_path, monkeypatch):
+    """It was counted for ever, and its actor taken for a straggler."""
+    monkeypatch.setattr(crew, "BACK_OFF_S", (0.0, 0.0, 0.0, 0.0))
+    register_fragile(monkeypatch, tmp_path)
+    actor, handles = make_actor(GymConfig(id=FRAGILE_ID, vectorisation="async"), groups=groups, envs=3)
+    actor._handles = replace(handles, orders=Edge())
+    with closing(actor):
+        messages(actor, handles, 3)
+        assert actor.metrics()["acting_envs"] == 3
+        assert "given_up_envs" not in actor.metrics()
+        assert actor.helpers_cpu_s() > 0
+        (vector,) = actor._env._vectors
+        for _ in range(200):
+            if actor.metrics().get("given_up_envs"):
+                break
+            vector._crew._nursery.end(1)
+            messages(actor, handles, 1)
+        assert actor.metrics()["given_up_envs"] == 1
+        assert actor.metrics()["acting_envs"] == 2
+        steps = handles.env_steps.count
+        messages(actor, handles, 5)
+        assert handles.env_steps.count > steps
+        actor.load_state_dict(roundtrip(actor.state_dict()))
+        assert actor.metrics()["acting_envs"] == 3, "a resumed run begins it anew"

@@ -63,6 +63,20 @@ def test_the_slowest_rest_first_and_those_awake_stay_so():
     assert waiting.load(np.array([1.0, 1.0, 9.0, 9.0])) == {"acting_envs": 3, "envs_together": 1, "slow_envs": 1}
 
 
+def test_environments_that_are_given_up_do_not_act_and_their_rest_relieves_nobody():
+    waiting = Waiting(list(np.arange(4)[:, None]), [np.arange(4)])
+    seconds = np.array([0.1, 9.0, 0.9, 0.1])
+    assert waiting.load(seconds, [1]) == {"acting_envs": 3, "envs_together": 1, "slow_envs": 1}
+    waiting.order(3, seconds, [1])
+    assert waiting.awake.tolist() == [True, True, False, True], "the slow one rests that acts"
+    assert waiting.load(seconds, [1]) == {"acting_envs": 2, "envs_together": 1, "slow_envs": 0}
+    waiting.order(1, seconds, [1])
+    assert waiting.awake.tolist() == [True, False, False, False], "one that acts stays awake"
+    together = Waiting([np.arange(2)], [np.arange(2)])
+    together.order(1, seconds[:2], [0, 1])
+    assert together.load(seconds[:2], [0, 1])["acting_envs"] == 0
+
+
 def make_actor(way: tuple[str, int], env_steps: int = 10**6) -> tuple[Actor, ActorHandles]:
     env = GymConfig(id="walk", vectorisation=way[0])
     setup = ActorSetup(

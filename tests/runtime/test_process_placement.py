@@ -20,6 +20,7 @@ from toy_roles import (
     Consumer,
     Faulty,
     Handles,
+    Leader,
     Painter,
     Producer,
     Rank,
@@ -122,6 +123,18 @@ def test_blocked_role_reports_its_phase_and_does_not_delay_the_end(monkeypatch: 
     wait_until(lambda: (placement.advance() or placement.reports()[0].phase) == "thinking", "the heartbeat shows it")
     placement.close()
     assert_nothing_left(pids)
+
+
+def test_the_processor_time_of_what_a_role_has_begun_is_reported_with_its_own() -> None:
+    """Environments in processes of their own took no time, so that their cores were thought to be free."""
+    graph = Graph()
+    graph.add(Leader, Settings(), Handles())
+    placement = ProcessPlacement(graph)
+    try:
+        wait_until(lambda: (placement.advance() or placement.reports()[0].cpu_s) > 1234.0, "the heartbeat shows it")
+        assert placement.reports()[0].cpu_s < 1334.0
+    finally:
+        placement.close()
 
 
 def test_children_ignore_ctrl_c() -> None:

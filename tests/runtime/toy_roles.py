@@ -238,6 +238,15 @@ class Rank(Toy):
         return WORKED
 
 
+class Leader(Stuck):
+    """Has begun processes that took so long."""
+
+    kind = "leader"
+
+    def helpers_cpu_s(self) -> float:
+        return 1234.0
+
+
 class Kept(Toy):
     """Has a position that survives its death, and whatever else its settings say."""
 

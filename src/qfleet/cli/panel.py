@@ -304,12 +304,13 @@ def _roles(metrics: Metrics) -> Table | None:
             speed[kind] = speed.get(kind, 0.0) + (known(metrics, key) or 0.0)
         elif what == "idle" and value:
             idle.setdefault(kind, Counter())[str(value)] += 1
-    table = _role_table()
+    table, lost = _role_table(), known(metrics, "given_up_envs")
     resting = Counter(role.partition(".")[0] for role in asleep)
     for kind, shares in busy.items():
         share = sum(shares) / len(shares)
         name = f"{kind} x{len(shares)}" if len(shares) > 1 else kind
         name += f" +{resting[kind]} asleep" if kind in resting else ""
+        name += f", {count(lost)} env{'' if lost == 1 else 's'} given up" if kind == "actor" and lost else ""
         reasons = idle.get(kind, Counter()).most_common(1)
         bar = ProgressBar(total=1.0, completed=min(1.0, max(0.0, share)), complete_style=_BAR)
         fast = f"{rate(speed[kind])} {_UNITS[kind]}" if kind in speed else ""

@@ -113,15 +113,17 @@ def _ways(
     experiment: Experiment, measured: Measurements, resources: Resources, fixed: Collection[str]
 ) -> Iterator[Arrangement]:
     """Yield every arrangement worth a thought; at least the experiment's own with one actor."""
-    most, own = most_actors(experiment, measured, resources), experiment.actor
-    least = max(experiment.replay.shards, _wanted_servers(experiment, fixed) or 1)
-    actors = [experiment.actors] if "actors" in fixed else range(least, max(least, most) + 1)
+    own, least = experiment.actor, max(experiment.replay.shards, _wanted_servers(experiment, fixed) or 1)
     envs = [own.envs] if "actor.envs" in fixed else sorted({max(1, round(own.envs * factor)) for factor in ENVS})
+    most = {size: max(least, most_actors(experiment, measured, resources, size)) for size in envs}
+    actors = [experiment.actors] if "actors" in fixed else range(least, max(most.values()) + 1)
     unrolls = [own.unroll] if "actor.unroll" in fixed or not replaying(experiment) else UNROLLS
     groups = [own.groups] if "actor.groups" in fixed else [1] if measured.two_groups is None else [1, 2]
     choices = product(actors, envs, unrolls, groups, _learners(experiment, measured, fixed))
     for way in (Arrangement(*choice) for choice in choices):
         count, size, unroll, parts = way.actors, way.envs, way.unroll, way.groups
+        if "actors" not in fixed and count > most[size]:
+            continue
         smallest = count == min(actors) and size == min(envs, key=lambda one: abs(one - own.envs))
         if parts <= size and (within(experiment, way) or (smallest and unroll == min(unrolls))):
             yield from _served(experiment, measured, resources, way, fixed)

@@ -78,7 +78,7 @@ def spare_actors(
     free = int(EFFICIENCY * resources.cores - busy)
     if free < 1:
         return 0, "0: no core would be free for one more actor"
-    memory = most_actors(experiment, measured, resources) - way.actors
+    memory = most_actors(experiment, measured, resources, way.envs) - way.actors
     if memory < 1:
         return 0, "0: cores and memory hold no further actor"
     wanted = min(max(1, way.actors // AWAKE_FOR_EACH), free, memory)

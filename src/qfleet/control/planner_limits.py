@@ -10,10 +10,15 @@ from qfleet.replay.memory import ASSUMED_COMPRESSION
 
 PROCESS_BYTES = 150 * 2**20
 """Memory of one role's process that it shares with no other."""
+ENVIRONMENT_BYTES = 10 * 2**20
+"""Memory of one environment's own process: 5 MiB for CartPole and 7 for LunarLander, of 32 that share what they import,
+and room for larger ones."""
 OTHERS = 3
 """Processes besides the actors: replay (one shard), learner, evaluator."""
 PER_CORE = 4
 """Processes for each core, at most, where actors sleep most of the time."""
+ENVIRONMENTS_PER_CORE = 16
+"""Environments in processes of their own for each core, at most, where they do not sleep."""
 STEPS_OF_EACH = 1000
 """Every environment plays at least so many steps of the budget: more of them would only see beginnings."""
 
@@ -31,14 +36,31 @@ def within(experiment: Experiment, way: Arrangement) -> bool:
     return on_its_way and needed * total <= experiment.replay.capacity
 
 
-def most_actors(experiment: Experiment, measured: Measurements, resources: Resources) -> int:
-    """Return how many actors the cores and the memory allow: one for each core that they keep busy, and always one."""
+def environment_processes(experiment: Experiment, envs: int) -> int:
+    """Return how many processes so many environments have of their own."""
+    return envs if getattr(experiment.env, "vectorisation", "") == "async" else 0
+
+
+def evaluator_processes(experiment: Experiment) -> int:
+    """Return how many processes the evaluator's environments have of their own."""
+    return environment_processes(experiment, min(experiment.evaluation.envs, experiment.evaluation.episodes))
+
+
+def most_actors(experiment: Experiment, measured: Measurements, resources: Resources, envs: int) -> int:
+    """Return how many actors with so many environments the cores and the memory allow.
+
+    That is one for each core that they keep busy, and always one.
+    """
     others = OTHERS + experiment.replay.shards - 1
-    spare = resources.memory - replay_bytes(experiment, measured) - others * PROCESS_BYTES
-    envs, cores = experiment.actor.envs, int(resources.cores)
-    work = min(1.0, at(measured.actor_cpu, envs) / at(measured.actor_tick, envs))
+    taken = others * PROCESS_BYTES + evaluator_processes(experiment) * ENVIRONMENT_BYTES
+    spare = resources.memory - replay_bytes(experiment, measured) - taken
+    own, cores = experiment.actor.envs, int(resources.cores)
+    work = min(1.0, at(measured.actor_cpu, own) / at(measured.actor_tick, own))
     sleepers = min(int(cores / max(work, 1e-3)), PER_CORE * cores - others)
-    return max(1, min(max(cores, sleepers), spare // PROCESS_BYTES))
+    most, beside = max(cores, sleepers), environment_processes(experiment, envs)
+    if beside and sleepers <= cores:  # those that sleep take memory alone
+        most = min(most, ENVIRONMENTS_PER_CORE * cores // beside)
+    return max(1, min(most, spare // (PROCESS_BYTES + beside * ENVIRONMENT_BYTES)))
 
 
 def free_gpus(experiment: Experiment, resources: Resources, learner: LearnerCost) -> int:

@@ -13,7 +13,7 @@ from qfleet.core.protocols import Report
 from qfleet.experiment import Experiment
 
 _FROM_ACTORS = ("episode_return", "episode_length", "epsilon")
-_COUNTED_BY_ACTORS = ("return_sum", "cut_episodes", "lost_steps")
+_COUNTED_BY_ACTORS = ("return_sum", "cut_episodes", "given_up_envs", "lost_steps")
 _FROM_LEARNER = (
     "loss",
     "td_error",

@@ -130,7 +130,8 @@ class Report:
     host: int | None = None
     """Which role of its kind's process it is in; None for its own."""
     cpu_s: float = 0.0
-    """Processor time of its process so far, all threads included; 0 for a role that shares another's."""
+    """Processor time so far of its process, all threads included, and of those that it has begun; 0 for a role that
+    shares another's."""
     queue: int | None = None
     """Messages on their way to it; None where nobody counts them, or it receives none."""
 

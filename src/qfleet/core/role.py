@@ -55,6 +55,10 @@ class Role(ABC):
         """Return the numbers worth watching, by name, since the start of the run."""
         return {}
 
+    def helpers_cpu_s(self) -> float:
+        """Return the processor time so far of processes that this role has begun, in seconds; it never falls."""
+        return 0.0
+
     @abstractmethod
     def state_dict(self) -> State:
         """Return everything that the future of this role depends on."""

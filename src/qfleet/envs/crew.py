@@ -19,7 +19,9 @@ from qfleet.envs.spaces import Layout
 from qfleet.envs.worker import BUILT, RAISED, Maker, hear, tell
 
 BACK_OFF_S = (0.0, 1.0, 2.0, 4.0)
-"""How long a worker that was lost the first, second, ... time in a row stays away; one loss more and it is given up."""
+"""How long a worker that was lost the first, second, ... time in a row stays away; one loss more and it is given up.
+
+No setting: what fails so often at once fails for a reason, which its words name and no further try would mend."""
 _PROVEN_S = 60.0
 """A worker that has lived this long is not lost "in a row" with its forerunner."""
 _START_S = 60.0
@@ -74,6 +76,7 @@ class Crew:
         self._poll = select.poll()
         self._swept = 0.0
         self._replaced = 0
+        self._past_s = 0.0  # processor time of workers whose process has ended
         self._closed = False
         self._open_nursery()
 
@@ -107,6 +110,10 @@ class Crew:
     def revive(self, index: int) -> None:
         """Try again with a worker that was given up."""
         self._posts[index] = _Post(spawn_at=0.0)
+
+    def cpu_s(self) -> float:
+        """Return the processor time of all workers so far, of those that have ended too."""
+        return self._past_s + float(self.slots.cpu_s.sum())
 
     def close(self) -> None:
         """End every worker; may be called again."""
@@ -202,11 +209,13 @@ class Crew:
         return heard
 
     def _ended(self, index: int, how: str) -> Heard:
+        self._past_s += float(self.slots.cpu_s[index])
+        self.slots.cpu_s[index] = 0.0
         post = self._posts[index]
         post.cause = post.cause or how
         if post.failures > len(BACK_OFF_S):
             post.given_up = True
-            return Heard(index, "given up", cause=post.cause)
+            return Heard(index, "given up", cause=f"{post.cause}, the loss number {post.failures} in a row")
         post.spawn_at = time.monotonic() + BACK_OFF_S[post.failures - 1]
         if post.spawn_at <= time.monotonic():
             self._spawn(index, post.spawn_at)
@@ -216,7 +225,11 @@ class Crew:
         """Begin every worker anew: the kernel ended them with the process that had forked them."""
         self._replaced += 1
         if self._replaced > _REPLACEMENTS:
-            raise QfleetError("the process that starts the environments' processes dies again and again")
+            raise QfleetError(
+                "the process that starts the environments' processes dies again and again: where the machine ran out"
+                " of memory (the kernel's log says so), lower actor.envs and evaluation.envs, or set env.vectorisation"
+                " to 'sync'; else look for who ends it"
+            )
         self._poll.unregister(self._nursery.fileno())
         self._nursery.close()
         self._open_nursery()

@@ -40,7 +40,7 @@ class GymConfig(Config):
     """One after the other in the actor's process, each in its own process, or the environment's own vector version."""
     step_timeout: float = Field(60.0, gt=0)
     """Seconds that a step or reset of an environment in a process of its own may take; a longer one is taken for hung:
-    its episode is cut and its process begun anew (vectorisation "async")."""
+    its episode is cut and its process begun anew, after five losses in a row no more (vectorisation "async")."""
     frame_stack: int = Field(1, ge=1, le=64)
     """How many of the newest frames an observation holds; Box observations only."""
     reward_scale: float = Field(1.0, gt=0)

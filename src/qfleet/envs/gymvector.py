@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from numpy.typing import NDArray
 
@@ -33,6 +35,16 @@ class GymVector(VectorEnv):
         """Return environment 0 as an RGB image [height, width, 3]."""
         images = self._env.render()
         return rgb_image(images[0] if images is not None else None, self.spec.name)
+
+    def helpers_cpu_s(self) -> float:
+        """Return what the processes of Gymnasium's own asynchronous vector have taken."""
+        total = 0.0
+        vector = getattr(self._env, "unwrapped", None)
+        for process in vector.processes if isinstance(vector, AsyncVectorEnv) else ():
+            with contextlib.suppress(psutil.Error):  # it has ended
+                times = psutil.Process(process.pid).cpu_times()
+                total += times.user + times.system
+        return total
 
     def close(self) -> None:
         """Close the vector environment."""

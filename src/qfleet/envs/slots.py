@@ -39,6 +39,7 @@ class Slots:
         self.reward: NDArray[np.float64] = arrays["reward"]  # [E]
         self.terminated: Bools = arrays["terminated"]  # [E]
         self.truncated: Bools = arrays["truncated"]  # [E]
+        self.cpu_s: NDArray[np.float64] = arrays["cpu_s"]  # [E] processor time of the worker, now and then
         self.observation: Leaves = {leaf.name: arrays[f"observation.{leaf.name}"] for leaf in layout.leaves}
         self.final: Leaves = {leaf.name: arrays[f"final.{leaf.name}"] for leaf in layout.leaves}
         self.mask: Bools | None = arrays.get("mask")  # [E, A]
@@ -72,6 +73,7 @@ def _fields(layout: Layout, count: int) -> Fields:
         "reward": ((count,), np.float64),
         "terminated": ((count,), np.bool_),
         "truncated": ((count,), np.bool_),
+        "cpu_s": ((count,), np.float64),
     }
     for leaf in layout.leaves:
         shape = (count, *leaf.spec.shape)

@@ -110,6 +110,15 @@ class Stepping(ABC):
     def receive(self) -> Part:
         """Wait for the next part of the environments that were sent actions; only allowed while some are under way."""
 
+    def given_up(self) -> list[int]:
+        """Return the environments that were lost and come back no more."""
+        pairs = zip(self._members, self._vectors, strict=True)
+        return [int(members[index]) for members, vector in pairs for index in vector.given_up()]
+
+    def helpers_cpu_s(self) -> float:
+        """Return the processor time so far of the processes that environments have of their own."""
+        return sum(vector.helpers_cpu_s() for vector in self._vectors)
+
     def incidents(self) -> list[str]:
         """Return what has happened to environments since the last call and a person should know."""
         return [text for vector in self._vectors for text in vector.incidents()]

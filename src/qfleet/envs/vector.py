@@ -210,6 +210,10 @@ class VectorEnv(ABC):
         """Return the environments that were lost and come back no more, unless all are reset."""
         return ()
 
+    def helpers_cpu_s(self) -> float:
+        """Return the processor time so far of the processes that its environments have of their own."""
+        return 0.0
+
     def incidents(self) -> list[str]:
         """Return what has happened to environments since the last call and a person should know."""
         told, self._incidents = self._incidents, []

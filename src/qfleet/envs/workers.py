@@ -20,6 +20,11 @@ from qfleet.envs.spaces import Layout
 from qfleet.envs.vector import Moment, Tick, VectorEnv
 from qfleet.envs.worker import BROKE, RENDER, REPLAY, RESET, STEP, Maker, read_image
 
+_REMEDY = (
+    "mend what fails there; a higher env.step_timeout helps where a step or reset rightly takes so long, fewer"
+    " environments (actor.envs) where SIGKILL came since memory ran out"
+)
+"""What to do about an environment that is lost again and again."""
 _LONGEST_REST_S = 1.0
 """How long a step waits for an environment to come back when all are away."""
 
@@ -143,6 +148,10 @@ class WorkersEnv(VectorEnv):
         """Return the environments that failed several times in a row."""
         return [index for index, phase in enumerate(self._phases) if phase is Phase.GONE]
 
+    def helpers_cpu_s(self) -> float:
+        """Return what the environments' processes have taken."""
+        return self._crew.cpu_s()
+
     def close(self) -> None:
         """End every process."""
         self._crew.close()
@@ -177,7 +186,7 @@ class WorkersEnv(VectorEnv):
         if all(phase is Phase.GONE for phase in self._phases):
             raise EnvironmentFault(
                 f"{self.spec.name}: no environment is left, each one failed several times in a row. "
-                f"The last one said: {self._last_words}"
+                f"The last one said: {self._last_words}. What to do: {_REMEDY}"
             )
 
     def _note(self, heard: Heard) -> None:
@@ -200,7 +209,9 @@ class WorkersEnv(VectorEnv):
             self._report(index, heard.cause, given_up=heard.what == "given up")
 
     def _report(self, index: int, cause: str, given_up: bool) -> None:
-        what = "the run goes on without it" if given_up else "its episode is cut, it begins anew"
+        what = "its episode is cut, it begins anew"
+        if given_up:
+            what = f"it is given up, the run goes on without it until it is resumed. What to do: {_REMEDY}"
         self._last_words = cause
         self._incidents.append(f"{self.spec.name}, environment {index}: {cause} ({self._where[index]}); {what}")
         if given_up:

@@ -180,7 +180,7 @@ class Actor(Role):
         """Follow new orders: some environments rest from now on, others go on where they were."""
         orders = None if self._handles.orders is None else self._handles.orders.latest()
         if orders is not None:
-            self._waiting.order(orders.envs[self._setup.index], self._env.seconds)
+            self._waiting.order(orders.envs[self._setup.index], self._env.seconds, self._env.given_up())
             self._env.expect(int(np.count_nonzero(self._waiting.awake)))
             if isinstance(self._acting, MovingActing):
                 self._acting.order(orders.served)
@@ -274,8 +274,11 @@ class Actor(Role):
         """Return episode statistics and the present exploration."""
         values = {"episodes": float(self._episodes), "epsilon": float(self._epsilons().mean())}
         values["env_steps"] = float(self._progress.counted)
+        given_up = self._env.given_up()
         if self._handles.orders is not None:
-            values |= self._waiting.load(self._env.seconds)
+            values |= self._waiting.load(self._env.seconds, given_up)
+        if given_up:
+            values["given_up_envs"] = float(len(given_up))
         if isinstance(self._acting, MovingActing):
             values["network_s"] = self._acting.network_s
         if self._episodes:
@@ -286,6 +289,10 @@ class Actor(Role):
         if self._progress.lost:
             values["lost_steps"] = float(self._progress.lost)
         return values
+
+    def helpers_cpu_s(self) -> float:
+        """Return what environments in processes of their own have taken."""
+        return self._env.helpers_cpu_s()
 
     def state_dict(self) -> State:
         """Return environments, random streams, weights and statistics."""

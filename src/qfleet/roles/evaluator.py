@@ -208,6 +208,10 @@ class Evaluator(Role):
         """Return how many episodes of the evaluation under way are over."""
         return {"played": float(self._over)}
 
+    def helpers_cpu_s(self) -> float:
+        """Return what environments in processes of their own have taken."""
+        return 0.0 if self._env is None else self._env.helpers_cpu_s()
+
     def state_dict(self) -> State:
         """Return the best mean so far, and the weights of an unfinished evaluation, which begins anew."""
         return {"best": self._best, "weights": self._weights}

@@ -58,12 +58,16 @@ class Waiting:
         """Return the next part to be acted for."""
         return self._line.popleft()
 
-    def order(self, wanted: int, seconds: Doubles) -> None:
+    def order(self, wanted: int, seconds: Doubles, given_up: Sequence[int] = ()) -> None:
         """Let at most `wanted` environments stay awake, but one unit unless it is 0.
 
-        Whoever is awake stays so before one that rests, and of both the one whose step takes fewer `seconds` [E].
+        Whoever is awake stays so before one that rests, and of both the one whose step takes fewer `seconds` [E]. Those
+        that are `given_up` count as awake if another one is: to let them rest would relieve nobody.
         """
         by_choice = sorted(self._units, key=lambda unit: (bool(self._resting[unit].any()), float(seconds[unit].max())))
+        there = self._there(given_up)
+        living = [unit for unit in by_choice if there[unit].any()]
+        by_choice = [*living[:1], *(unit for unit in by_choice if not there[unit].any()), *living[1:]]
         self._resting[:] = True
         awake = 0
         for unit in by_choice:
@@ -72,9 +76,18 @@ class Waiting:
                 awake += len(unit)
         self.begin([*self._line, *self._aside])
 
-    def load(self, seconds: Doubles) -> dict[str, float]:
-        """Return what the balancer goes by: how many environments are awake, rest only together, and are slow."""
-        awake = seconds[self.awake]
+    def load(self, seconds: Doubles, given_up: Sequence[int] = ()) -> dict[str, float]:
+        """Return what the balancer goes by: how many environments act, rest only together, and are slow.
+
+        Those that are given up do not act: nobody is to be held to what they would have done.
+        """
+        awake = seconds[self.awake & self._there(given_up)]
         slow = int(np.count_nonzero(awake > _SLOW * np.quantile(awake, 0.25))) if len(awake) else 0
         together = max(len(unit) for unit in self._units)
         return {"acting_envs": float(len(awake)), "envs_together": float(together), "slow_envs": float(slow)}
+
+    def _there(self, given_up: Sequence[int]) -> Bools:
+        """Return which environments [E] are not given up."""
+        there = np.ones(len(self._resting), bool)
+        there[list(given_up)] = False
+        return there

@@ -105,6 +105,8 @@ class Worker:
         self._commands: deque[tuple[Command, str]] = deque()
         self._reports = [Report(node.kind, node.index, "starting", {}, 0.0, {}) for node in nodes]
         self._report_due = 0.0
+        self._helpers_s = 0.0
+        """Processor time of what the roles have begun."""
         self._host: Host[Hosted] | None = None
         self._phase = ("starting", time.monotonic())
         """The phase that was reported last, and when it was first seen."""
@@ -127,7 +129,8 @@ class Worker:
         # What a former phase of the same step took must not be held against this one.
         step_s = time.monotonic() - max(since, self._phase[1])
         own, *guests = [replace(report, phase=phase, step_s=step_s) for report in self._reports]
-        return [replace(own, cpu_s=time.process_time()), *(replace(guest, host=own.index) for guest in guests)]
+        cpu_s = time.process_time() + self._helpers_s
+        return [replace(own, cpu_s=cpu_s), *(replace(guest, host=own.index) for guest in guests)]
 
     def _occupation(self) -> tuple[str, float]:
         """Return the phase, and since when the worker is in one piece of work; now if it waits."""
@@ -222,6 +225,7 @@ class Worker:
         if now >= self._report_due or host.done:
             self._report_due = now + _REPORT_S
             self._reports = [one.report() for one in host.hosted]
+            self._helpers_s = sum(one.role.helpers_cpu_s() for one in host.hosted)
         if host.done and not self._told_done:
             self._told_done = True
             for report in self.reports():

@@ -66,6 +66,20 @@ def test_a_plan_shows_roles_rates_bottleneck_and_reasons_and_starts_nothing(
 
 
 @pytest.mark.usefixtures("measured")
+def test_a_plan_shows_what_was_measured_in_a_persons_units(capsys: pytest.CaptureFixture[str]) -> None:
+    said = command(capsys, "plan", "mountaincar", "--placement", "processes", "--actor.envs", "4")
+    told = said.out[said.out.index("measured on this machine") :]
+    for part in (
+        "4,000 steps/s by 4 alone, 3,636 for each core's time",
+        "4 observations: 0.10 ms on a core",
+        "cpu: 0.40 ms an update",
+        "0.33 GB/s of experience between processes, and 40 us each at both ends",
+        "32.0 GiB free, 32.0 GiB of it to share",
+    ):
+        assert part in told, part
+
+
+@pytest.mark.usefixtures("measured")
 def test_a_plan_for_several_gpus_shows_how_many_there_are_and_who_computes_on_each(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,6 +101,17 @@ def show(plan: Plan, console: Console) -> None:
     console.print(_roles(plan))
     told = list(_told(plan))
     width = max(len(name) for name, _ in told)
+    _list(told, width, console)
+    if plan.measurements is not None and plan.resources is not None:
+        from qfleet.control.measured import told as measured_told  # here, as it loads much
+
+        curve = plan.measurements.env_tick
+        envs = int(plan.settings.get("actor.envs", curve[len(curve) // 2][0]))
+        console.print(Text("measured on this machine", style="bold"))
+        _list(measured_told(plan.measurements, plan.resources, envs), width, console)
+
+
+def _list(told: Iterable[tuple[str, str]], width: int, console: Console) -> None:
     for name, text in told:
         style = "red" if name == _PROBLEM else ""
         console.print(Text.assemble((f"  {name:<{width}}  ", "dim"), (text, style)), soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from qfleet.control.measured import update_of
 from qfleet.control.measurements import QUIET, LearnerCost, Measurements, at
 from qfleet.control.planner_limits import ranks_on_gpus
 from qfleet.control.prediction import (
@@ -165,13 +166,7 @@ def _gpus(experiment: Experiment, resources: Resources, learner: LearnerCost, se
 
 
 def _device(measured: Measurements, way: Arrangement) -> str:
-    def words(one: LearnerCost) -> str:
-        update = one.seconds / measured.updates_per_step if measured.updates_per_step else one.seconds
-        threads = f", {one.threads} threads" if one.threads > 1 else ""
-        drawn = f", {one.updates_per_draw} drawn at once" if one.updates_per_draw > 1 else ""
-        return f"{one.device}{threads}{drawn}: {1e3 * update:.2f} ms an update"
-
-    others = [words(one) for one in measured.learners if one != way.learner]
+    others = [update_of(measured, one) for one in measured.learners if one != way.learner]
     rate = measured.copy_bytes_per_s
     copies = f"; copies to the GPU go at {rate / 1e9:.0f} GB/s" if rate and way.learner.device == "cuda" else ""
-    return words(way.learner) + (f" ({'; '.join(others)})" if others else "") + copies
+    return update_of(measured, way.learner) + (f" ({'; '.join(others)})" if others else "") + copies

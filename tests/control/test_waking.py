@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qfleet import planning
-from qfleet.control.pieces import batch_seconds, experience_seconds
+from qfleet.control import waking
 from qfleet.control.rig import Round
 from qfleet.control.waking import LIGHT, wake_of
 from qfleet.envs import env_spec
@@ -17,16 +17,19 @@ STEPS, UPDATES = 10_000, 160
 
 
 @pytest.mark.parametrize("more", [0, 40], ids=["as many updates", "more updates"])
-def test_what_processes_take_more_is_shared_by_the_ends_of_all_messages(more: int) -> None:
+def test_what_processes_take_more_is_shared_by_the_ends_of_all_messages(
+    more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack, pack_batch = 30e-6, 90e-6
+    monkeypatch.setattr(waking, "experience_seconds", lambda spec, rows: pack)
+    monkeypatch.setattr(waking, "batch_seconds", lambda spec, batch: pack_batch)
     spec = env_spec(LIGHT.env)
     step, update = 50e-6, 300e-6
     alone = Round(STEPS * step, 0.0, UPDATES * update, STEPS * step + UPDATES * update, STEPS, UPDATES)
     messages, batches = STEPS / LIGHT.actor.envs, UPDATES + more
-    packing = messages * experience_seconds(spec, LIGHT.actor.envs) + batches * batch_seconds(
-        spec, LIGHT.learner.batch_size
-    )
+    packing = messages * pack + batches * pack_batch
     cpu = STEPS * step + batches * update + packing + 2 * WAKE * (messages + batches)
-    assert wake_of(alone, Round(0.0, 0.0, 0.0, cpu, STEPS, batches), spec) == pytest.approx(WAKE, rel=0.1)
+    assert wake_of(alone, Round(0.0, 0.0, 0.0, cpu, STEPS, batches), spec) == pytest.approx(WAKE)
 
 
 def test_processes_that_take_no_more_have_messages_that_cost_nothing() -> None:

@@ -399,3 +399,18 @@ def test_a_forkserver_that_is_stopped_while_it_is_asked_for_a_child_answers_all_
     placement = ProcessPlacement(kept_pipeline(20))
     assert run_to_end(placement)["kept_consumer"]["position"] == 20
     assert stopped
+
+
+def test_roles_report_also_where_there_is_always_another_command() -> None:
+    """With a checkpoint twice a second they stood there as if they had nothing to do."""
+    placement = ProcessPlacement(kept_pipeline(10**6, pace_s=0.001))
+
+    def reported() -> bool:
+        placement.advance()
+        placement.pause()
+        return all(report.metrics.get("position") for report in placement.reports())
+
+    try:
+        wait_until(reported, "all have reported")
+    finally:
+        placement.close()

@@ -9,6 +9,7 @@ import pickle
 import select
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
@@ -92,13 +93,17 @@ def live(told: bytes, control: Connection, supervisor: int) -> None:
     def relay() -> None:
         """Pass commands on and report, whatever the role is doing; end with the supervisor."""
         watched = [control, *_death_notice(supervisor)]
+        due = time.monotonic() + _HEARTBEAT_S
         try:
             while True:
-                while ready := connection.wait(watched, _HEARTBEAT_S):
+                if ready := connection.wait(watched, max(0.0, due - time.monotonic())):
                     if control not in ready:
                         raise EOFError
                     worker.command(*control.recv())
                     ring.send_bytes(b"!")
+                if time.monotonic() < due:  # also where there is always another command
+                    continue
+                due = time.monotonic() + _HEARTBEAT_S
                 for report in worker.reports():
                     if takes_more(control):
                         say(report)

@@ -133,6 +133,8 @@ class Report:
     """Processor time of its process so far, all threads included; 0 for a role that shares another's."""
     queue: int | None = None
     """Messages on their way to it; None where nobody counts them, or it receives none."""
+    awaited: tuple[str, ...] = ()
+    """Edges of which any could end its waiting."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from qfleet.envs.faults import raised
 from qfleet.envs.journal import RESEED_EVERY, Journal
 from qfleet.envs.reward import RewardShaping
 from qfleet.envs.spaces import Layout, MaskMisfit, Misfit
-from qfleet.envs.vector import Moment, VectorEnv
+from qfleet.envs.vector import Doubles, Moment, VectorEnv
 
 Environment = gymnasium.Env[Any, Any]
 _APART = "with --env.vectorisation async such a fault costs one environment's episode only"
@@ -26,6 +27,8 @@ _APART = "with --env.vectorisation async such a fault costs one environment's ep
 class LoopEnv(VectorEnv):
     """Every value is checked, every error names its environment, and every open episode can be replayed."""
 
+    step_seconds: Doubles
+
     def __init__(self, envs: list[Environment], layout: Layout, shaping: RewardShaping, frame_stack: int = 1) -> None:
         super().__init__(layout, len(envs), shaping, frame_stack)
         self._envs = envs
@@ -33,6 +36,7 @@ class LoopEnv(VectorEnv):
         self._table: list[Any] = list(layout.table)
         self._journal = Journal(len(envs), RESEED_EVERY)
         self._nothing = layout.empty(0)
+        self.step_seconds = np.zeros(len(envs))
 
     def render(self) -> NDArray[np.uint8]:
         """Return environment 0 as an RGB image [height, width, 3]."""
@@ -57,9 +61,14 @@ class LoopEnv(VectorEnv):
         finals: list[Leaves] = []
         final_masks: list[Bools | None] = []
         table, logs, index = self._table, self._journal.actions, 0
+        timing, seconds, began = self.timing, self.step_seconds, 0.0
         try:
             for index, (env, number) in enumerate(zip(self._envs, action.tolist(), strict=True)):
+                if timing:
+                    began = time.perf_counter()
                 observations[index], reward, ended, stopped, infos[index] = env.step(table[number])
+                if timing:
+                    seconds[index] = time.perf_counter() - began
                 rewards[index] = float(reward)
                 logs[index].append(number)
                 if ended or stopped:

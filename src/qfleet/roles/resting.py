@@ -73,8 +73,16 @@ class Waiting:
         self.begin([*self._line, *self._aside])
 
     def load(self, seconds: Doubles) -> dict[str, float]:
-        """Return what the balancer goes by: how many environments are awake, rest only together, and are slow."""
-        awake = seconds[self.awake]
-        slow = int(np.count_nonzero(awake > _SLOW * np.quantile(awake, 0.25))) if len(awake) else 0
+        """Return what the balancer goes by: how many environments are awake, rest only together, and are slow.
+
+        Of those that are slow also which is the first, how long its step takes, and how long that of usual ones does.
+        """
+        acting = np.flatnonzero(self.awake)
+        known = acting[seconds[acting] > 0]
+        # By Hazen's rule, so that of two environments one can be slow.
+        usual = float(np.quantile(seconds[known], 0.25, method="hazen")) if len(known) else 0.0
+        slow = known[seconds[known] > _SLOW * usual]
         together = max(len(unit) for unit in self._units)
-        return {"acting_envs": float(len(awake)), "envs_together": float(together), "slow_envs": float(slow)}
+        load = {"acting_envs": len(acting), "envs_together": together, "slow_envs": len(slow)}
+        which = {"slow_env": slow[0], "slow_s": seconds[slow[0]], "usual_s": usual} if len(slow) else {}
+        return {name: float(value) for name, value in {**load, **which}.items()}

@@ -16,6 +16,7 @@ from qfleet.ability import require_able
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.model_io import ModelConfigs, load_model, save_model
 from qfleet.algo.networks import build_network
+from qfleet.control.computing import who_computes
 from qfleet.control.monitor import Callbacks, Monitor, Standing, StopReason
 from qfleet.control.plan import Plan
 from qfleet.control.summary import summarise
@@ -45,7 +46,7 @@ from qfleet.runtime.graph import open_handles
 from qfleet.runtime.ownership import INTERRUPTED
 from qfleet.runtime.restarts import Restarts
 from qfleet.runtime.rundir import RunDir, ending
-from qfleet.setups import learner_device, saved_row_bytes
+from qfleet.setups import learner_device, saved_row_bytes, server_device
 from qfleet.sharing import crossing_bytes, require_shared_memory
 
 _QUICK_S = 60.0
@@ -183,10 +184,11 @@ class Session:
                 standing=Standing(training_s=0.0 if self._fallen is None else self._fallen.training_s),
                 row_bytes=saved_row_bytes(self.experiment, spec),
             )
-            grade = self._announce_start(monitor, grade, restore)
+            why = {"inference": plan.reasons["inference"]} if plan and "inference" in plan.reasons else {}
+            servers = "" if why else server_device(self.experiment, spec)
+            grade = self._announce_start(monitor, grade, restore, servers)
             self._announce_fall(monitor, restore)
             if plan is not None:
-                why = {"inference": plan.reasons["inference"]} if "inference" in plan.reasons else {}
                 monitor.announce({"event": "planned", "text": plan.line(), **why})
             self._commit()
             self.run.begun = True
@@ -265,8 +267,11 @@ class Session:
         repeatable = learner_device(self.experiment, probe.spec) == "cpu" or self.experiment.accel.deterministic
         return probe.spec, probe.resume_grade if self.experiment.in_turns and repeatable else "episode"
 
-    def _announce_start(self, monitor: Monitor, grade: str, restore: checkpoint.Found | None) -> str:
-        """Restore the run if it is to go on, and say how it begins; return how exactly it can be resumed after all."""
+    def _announce_start(self, monitor: Monitor, grade: str, restore: checkpoint.Found | None, servers: str) -> str:
+        """Restore the run if it is to go on, and say how it begins; return how exactly it can be resumed after all.
+
+        `servers` is where inference servers compute; empty where a plan says who does.
+        """
         experiment = self.experiment
         event = {"event": "started", "resume_grade": grade, "run_dir": str(self.run.path), "env_steps": 0}
         event |= {"epoch": self.run.epoch.number}
@@ -284,6 +289,9 @@ class Session:
             event |= {"checkpoint": restore.directory.name, "skipped": restore.skipped, "mended": restore.mended}
             monitor.listen()
         event["resume_grade"] = grade if monitor.exact else "episode"
+        former = bool(monitor.standing.deadlines_ms) if monitor.standing.envs else None
+        if servers and (computing := who_computes(experiment, servers, former)):
+            event["inference"] = computing
         monitor.announce(event)
         if restore is not None:
             _tell_damage(monitor, restore)

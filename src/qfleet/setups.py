@@ -77,6 +77,13 @@ def check_inference(experiment: Experiment) -> None:
         )
 
 
+def server_device(experiment: Experiment, spec: EnvSpec) -> str:
+    """Return the torch device of the inference servers, or that which they would have."""
+    inference = experiment.inference
+    wanted = inference.device if isinstance(inference, ServedInference) else "auto"
+    return _device(wanted, "inference.device", spec)
+
+
 def inference_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index: int) -> InferenceSetup:
     """Return what inference server `index` is built from."""
     inference = experiment.inference
@@ -95,7 +102,7 @@ def inference_setup(experiment: Experiment, spec: EnvSpec, code: UserCode, index
         seed=experiment.seed,
         index=index,
         rows=actors * experiment.actor.envs,
-        device=_device(inference.device, "inference.device", spec),
+        device=server_device(experiment, spec),
         code=code,
         turn=_turn(experiment, server_turn(index, _learners_on_gpus(experiment, spec))),
     )

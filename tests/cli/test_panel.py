@@ -179,6 +179,19 @@ def test_who_computes_for_the_actors_and_why_stays_until_it_is_moved() -> None:
     assert "16 observations" not in text_of(board)
 
 
+@pytest.mark.parametrize("event", ["started", "resumed"])
+def test_who_computes_is_shown_without_a_plan_too_and_a_plan_says_more(event: str) -> None:
+    board = full_board()
+    board.take_event({"event": event, "inference": "local: each actor computes for itself (cpu); --plan auto would"})
+    for number in range(9):
+        board.take_event({"event": "notice", "text": f"number {number}"})
+    assert "inference: local: each actor computes for itself (cpu)" in text_of(board)
+    board.take_event({"event": "planned", "text": "2 actors"})
+    assert "inference: local: each actor computes for itself" in text_of(board)
+    board.take_event({"event": "planned", "text": "2 actors", "inference": "local: 16 observations take 1.70 ms"})
+    assert "inference: local: 16 observations" in text_of(board)
+
+
 def test_what_the_balancer_did_takes_the_place_of_events_on_a_low_terminal() -> None:
     board = full_board()
     rows = len(text_of(board, height=17).splitlines())

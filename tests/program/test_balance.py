@@ -75,6 +75,17 @@ def test_a_straggler_is_seen_within_five_seconds_relieved_and_the_run_is_faster(
 
 
 @pytest.mark.slow
+def test_the_slow_environment_of_a_single_actor_is_named_within_five_seconds(tmp_path):
+    changes = {"actors": 1, "env.kwargs": {"straggler": "actor-0", "begins": 200, "note": str(tmp_path / "note")}}
+    found = watched(straggling(tmp_path / "note", begins=200, **changes), tmp_path / "run", until="straggler")
+    began = float((tmp_path / "note").read_text())
+    assert began <= found["straggler"]["time"] <= began + 5
+    text = found["straggler"]["text"]
+    assert "its environment 0 of 4 takes" in text
+    assert "--env.vectorisation async --actor.groups 2 would let the others go on without it" in text
+
+
+@pytest.mark.slow
 def test_a_spare_actor_takes_over_and_a_resumed_run_goes_on_so(tmp_path):
     experiment = straggling(tmp_path / "note", begins=1, spare_actors=1)
     found = watched(experiment, tmp_path / "run", until="move")

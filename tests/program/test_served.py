@@ -45,6 +45,9 @@ def test_served_actors_learn_in_every_placement(placement, changes, tmp_path):
     assert abs(run.summary["updates"] - owed) <= 8
     assert run.summary["eval"]["mean"] > 40  # a random policy balances for about 22 steps
     assert run.summary["policy_lag_mean"] > 0
+    started = next(event for event in read_jsonl(run.dir / "events.jsonl") if event["event"] == "started")
+    said = {"inline": "", "processes": "served: "}[placement]
+    assert started.get("inference", "")[: len("served: ")] == said
 
 
 @pytest.mark.parametrize("point", ["worker.step:kill@40", pytest.param("channel.after_send:kill@30", marks=SLOW)])

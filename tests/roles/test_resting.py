@@ -60,7 +60,32 @@ def test_the_slowest_rest_first_and_those_awake_stay_so():
     assert waiting.awake.tolist() == [True, False, True, False]
     waiting.order(3, np.array([0.5, 0.1, 0.5, 0.3]))
     assert waiting.awake.tolist() == [True, True, True, False]
-    assert waiting.load(np.array([1.0, 1.0, 9.0, 9.0])) == {"acting_envs": 3, "envs_together": 1, "slow_envs": 1}
+
+
+def test_the_load_names_the_slow_ones_of_those_awake():
+    waiting = Waiting(list(np.arange(4)[:, None]), [np.arange(4)])
+    waiting.order(3, np.array([0.1, 0.1, 0.1, 0.9]))
+    even = {"acting_envs": 3, "envs_together": 1, "slow_envs": 0}
+    assert waiting.load(np.array([1.0, 1.0, 2.9, 9.0])) == even
+    slow = {"slow_env": 2, "slow_s": 9.0, "usual_s": 1.0}
+    assert waiting.load(np.array([1.0, 1.0, 9.0, 9.0])) == {**even, "slow_envs": 1, **slow}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "slow"),
+    [
+        ([0, 0, 0, 0], 0),  # nobody can tell
+        ([0, 0, 0, 1], 0),  # nor can one that was never heard of be compared with
+        ([1, 1, 1, 10], 1),
+        ([1, 1, 10, 10], 2),
+        ([1, 10, 10, 10], 0),  # that is one fast one
+        ([1, 10], 1),
+        ([10], 0),
+    ],
+)
+def test_slow_is_who_takes_much_longer_than_the_fastest_quarter(seconds, slow):
+    units = list(np.arange(len(seconds))[:, None])
+    assert Waiting(units, units).load(np.array(seconds, float))["slow_envs"] == slow
 
 
 def test_environments_that_are_given_up_do_not_act_and_their_rest_relieves_nobody():

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from test_process_placement import HERE, alive, assert_nothing_left, own_folders, run_to_failure, wait_until
-from toy_roles import Handles, KeptProducer, Settings, kept_pipeline, save
+from toy_roles import Handles, KeptProducer, Relay, Settings, kept_pipeline, save
 
 from qfleet.core.errors import ConfigError, RoleFailure
 from qfleet.core.protocols import Incident
@@ -281,6 +281,23 @@ def test_standstill_names_who_waits_and_ends_nothing(monkeypatch: pytest.MonkeyP
     receiver = placement.open(inlet)
     wait_until(lambda: bool(placement.advance() or receiver.receive() or placement.done), "it goes on")
     placement.close()
+
+
+def test_standstill_names_who_is_at_the_other_end_of_what_each_role_waits_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_STANDSTILL_S", 0.5)
+    graph = Graph()
+    there, back = graph.stream("there", 2), graph.stream("back", 2)
+    unread, _ = graph.stream("unread", 1)  # nobody waits on it
+    graph.add(Relay, Settings(), Handles(inlet=back[1], outlet=there[0], publisher=graph.publisher("news")))
+    graph.add(Relay, Settings(), Handles(inlet=there[1], outlet=back[0], subscriber=graph.subscriber("news")))
+    graph.add(KeptProducer, Settings(count=10), Handles(outlet=unread, keep=graph.keep("producer")))
+    placement = ProcessPlacement(graph)
+    notices: list[Any] = []
+    wait_until(lambda: bool(placement.advance() or notices.extend(placement.incidents()) or notices), "it is told")
+    placement.close()
+    told = notices[0].text
+    assert "relay-0 waits for relay-1: input; relay-1 waits for relay-0: input; kept_producer-0 waits: room; " in told
+    assert "unread holds 1 of 1" in told
 
 
 def test_bad_failpoint_is_refused_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,3 +97,19 @@ def test_standstill_is_told_once_and_again_after_a_movement() -> None:
     assert not told(69, sent=6)
     assert not told(100, report(), sent=6)
     assert still.look([], [], 200) == "", "when all are done nobody waits"
+
+
+def test_standstill_names_those_who_are_there_and_counts_the_others_of_many() -> None:
+    facing = {
+        "learner-0": {"batches-0": ["replay-0"], "batches-1": ["replay-1"]},
+        "replay-1": {"experience": [f"actor-{index}" for index in range(9)], "batches-1": ["learner-0"]},
+    }
+    learner = Report("learner", 0, "running", {}, 0.0, {}, "no batch", awaited=("batches-0", "batches-1"))
+    replay = Report("replay", 1, "running", {}, 0.0, {}, "no new experience", awaited=("experience",))
+    actors = [Report("actor", index, "running", {}, 0.0, {}, "rests") for index in (1, 2, 4, 5, 7)]
+    still = Standstill(facing)
+    assert still.look([learner, replay, *actors], [], 0, ["replay-0"]) == ""
+    told = still.look([learner, replay, *actors], [], 20, ["replay-0"])
+    assert "learner-0 waits for replay-0 (done), replay-1: no batch;" in told
+    assert "replay-1 waits for actor-1, actor-2, actor-4, actor-5 and 1 more: no new experience;" in told
+    assert "actor-1 waits: rests;" in told

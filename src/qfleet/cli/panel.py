@@ -64,7 +64,7 @@ class Board:
     """Recent episode returns, drawn until there are two evaluations."""
     events: deque[str] = field(default_factory=lambda: deque(maxlen=4))
     inference: str = ""
-    """Who was planned to compute for the actors, and why; empty without a plan."""
+    """Who computes for the actors, and why or what would find out; empty where roles are in one process."""
     decided: Mapping[str, Any] = field(default_factory=dict)
     """The balancer's last decision, or what came of it,"""
     moved: Mapping[str, Any] = field(default_factory=dict)
@@ -101,8 +101,8 @@ class Board:
         if name == "testing":
             self.testing = record
             return
-        if name == "planned":
-            self.inference = str(record.get("inference", ""))
+        if name in ("started", "resumed", "planned"):
+            self.inference = str(record.get("inference", self.inference))
         if name in ("started", "resumed"):
             self.run = {**self.run, **record}
         if name in _BORDERS:
@@ -330,7 +330,7 @@ def _role_table() -> Table:
 
 
 def _balance(board: Board) -> list[Text]:
-    """Return where inference is computed, as planned or moved, and the balancer's last decision if that was another."""
+    """Return where inference is computed, at first or since it moved, and the balancer's last decision if another."""
     shown = [board.decided] if board.moved is board.decided else [board.moved, board.decided]
     planned = [_line("inference: ", one_line(board.inference))] if board.inference and not board.moved else []
     return planned + [_line("balancer: ", decision(record)) for record in shown if record]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Literal
 
 from qfleet.control import levers
 from qfleet.control.levers import Proposal, Situation
 from qfleet.control.sights import Look, Span, look
+from qfleet.control.stragglers import Stragglers
 from qfleet.control.trials import PATIENCE_S, Bars, Trial, evaluating, learning, own_rate
 from qfleet.core.protocols import Report
 from qfleet.core.types import Orders
@@ -30,8 +30,6 @@ CALM_S = 10.0
 """Seconds between the judgement of a change and the next one; a straggler does not wait for that."""
 LONG_S = 30.0
 """An actor is put to sleep when it was one too many for so long."""
-SLOW, RECOVERED = 0.5, 0.7
-"""An actor below the first share of the others' median rate is a straggler until it is above the second."""
 ADVICE_S = 300.0
 """Advice is not repeated sooner."""
 UNDISTURBED = ("relieve", "return", "local", "served")
@@ -92,7 +90,7 @@ class Balancer:
         self.orders = orders or fleet.orders()
         self._fleet = fleet
         self._looks: list[Look] = []
-        self._stragglers: set[int] = set()
+        self._stragglers = Stragglers()
         self._eased = {actor for actor, count in enumerate(self.orders.envs) if 0 < count < fleet.envs}
         """Actors that were relieved at some time."""
         self._trial: Trial | None = None
@@ -110,9 +108,10 @@ class Balancer:
         span = Span(self._looks[0], self._looks[-1])
         if span.seconds < WINDOW_S:
             return []
-        named = self._name(span)
+        found = self._stragglers.look(self._looks, span, self._fleet.envs)
+        named = [Decision(one.kind, "actor", one.actor, one.reason) for one in found]
         seen = Situation(
-            span, self.orders, self._fleet.envs, self._fleet.cores, frozenset(self._stragglers | self._relieved)
+            span, self.orders, self._fleet.envs, self._fleet.cores, self._stragglers.actors | self._relieved
         )
         if self._fleet.fixed:
             return named + self._advise(now, seen)
@@ -132,37 +131,13 @@ class Balancer:
         """Former stragglers some of whose environments still rest."""
         return {actor for actor in self._eased if self.orders.envs[actor] < self._fleet.envs}
 
-    # ------------------------------------------------------------------ who falls behind
-
-    def _name(self, span: Span) -> list[Decision]:
-        """Note who fell behind or caught up, for each of its environments that act; returns what is new."""
-        acting = span.now("actor", "acting_envs", self._fleet.envs)
-        rates = {i: rate / acting[i] for i, rate in span.grown("actor", "env_steps").items() if acting[i]}
-        usual = median(rates.values()) if len(rates) > 1 else 0.0
-        if usual <= 0:
-            return []
-        before, self._stragglers = self._stragglers, set()
-        decisions = []
-        for index, rate in rates.items():
-            share = rate / usual
-            if share < (RECOVERED if index in before else SLOW):
-                self._stragglers.add(index)
-            if index in self._stragglers - before:
-                why = span.waits_for("actor", index) or "its own work"
-                steps = f"{rate * acting[index]:,.0f} steps/s"
-                reason = f"{steps}, {share:.0%} of the others' median for each environment; held up by: {why}"
-                decisions.append(Decision("straggler", "actor", index, reason))
-            elif index in before - self._stragglers:
-                decisions.append(Decision("recovered", "actor", index, f"{share:.0%} of the others' median again"))
-        return decisions
-
     # ------------------------------------------------------------------ what is done
 
     def _relieve(self, now: float, seen: Situation) -> list[Decision]:
         """Relieve a straggler at once; another change that is on trial then stays without a judgement."""
         if self._trial is not None and self._trial.proposal.key[0] in UNDISTURBED:
             return []
-        for actor in sorted(self._stragglers):
+        for actor in sorted(self._stragglers.actors):
             if not self._bars.barred(("relieve", actor), now):
                 proposal = levers.relieve(seen, actor)
                 if proposal is not None:
@@ -177,7 +152,7 @@ class Balancer:
         self._crowded_since = (self._crowded_since or now) if crowded else None
         if self._trial is not None or now < self._calm_until:
             return []
-        proposals = [levers.give_back(seen, actor) for actor in sorted(self._relieved - self._stragglers)]
+        proposals = [levers.give_back(seen, actor) for actor in sorted(self._relieved - self._stragglers.actors)]
         proposals += [p for p in (levers.wake(seen),) if p is not None]
         if self._crowded_since is not None and now - self._crowded_since >= LONG_S:
             proposals += [p for p in (levers.let_sleep(seen),) if p is not None]
@@ -230,7 +205,7 @@ class Balancer:
         if not trial.comparable(span):
             return self._unjudged(now) if now - trial.began >= PATIENCE_S else []
         proposal = trial.proposal
-        again = proposal.kind == "return" and proposal.index in self._stragglers
+        again = proposal.kind == "return" and proposal.index in self._stragglers.actors
         failed = again or trial.failed(span)
         self._trial, self._calm_until = None, now + CALM_S
         self._bars.bar(proposal.key if failed else proposal.opposite, now)

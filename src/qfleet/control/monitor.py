@@ -212,7 +212,7 @@ class Monitor:
         record = self._progress.record(
             self.placement.reports(), self.handles.env_steps.total(), self.handles.updates.total(), self.training_s
         )
-        self.standing.policy_lag = record.get("policy_lag", self.standing.policy_lag)
+        self.standing.policy_lag = record.get("policy_lag_mean", self.standing.policy_lag)
         self._show(lambda sink: sink.metrics(record))
 
     def _evaluated(self, result: Evaluated) -> None:

@@ -21,6 +21,7 @@ _FROM_LEARNER = (
     "learning_rate",
     "q_mean",
     "policy_lag",
+    "policy_lag_mean",
     "skipped_updates",
     "gradient_bytes",
     "weight_bytes",

@@ -134,6 +134,8 @@ class Report:
     shares another's."""
     queue: int | None = None
     """Messages on their way to it; None where nobody counts them, or it receives none."""
+    awaited: tuple[str, ...] = ()
+    """Edges of which any could end its waiting."""
 
 
 @dataclass(frozen=True)

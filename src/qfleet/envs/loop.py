@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from qfleet.envs.journal import RESEED_EVERY, Journal
 from qfleet.envs.mending import LOSSES, Still
 from qfleet.envs.reward import RewardShaping
 from qfleet.envs.spaces import Layout, MaskMisfit, Misfit
-from qfleet.envs.vector import Moment, VectorEnv
+from qfleet.envs.vector import Doubles, Moment, VectorEnv
 
 Environment = gymnasium.Env[Any, Any]
 _APART = "with --env.vectorisation async such a fault costs one environment's episode only"
@@ -26,6 +27,8 @@ _APART = "with --env.vectorisation async such a fault costs one environment's ep
 
 class LoopEnv(VectorEnv):
     """Every value is checked, every error names its environment, and every open episode can be replayed."""
+
+    step_seconds: Doubles
 
     def __init__(
         self,
@@ -49,6 +52,7 @@ class LoopEnv(VectorEnv):
         self._table: list[Any] = list(layout.table)
         self._journal = Journal(len(envs), RESEED_EVERY)
         self._nothing = layout.empty(0)
+        self.step_seconds = np.zeros(len(envs))
 
     def render(self) -> NDArray[np.uint8]:
         """Return environment 0 as an RGB image [height, width, 3]."""
@@ -82,9 +86,14 @@ class LoopEnv(VectorEnv):
         final_masks: list[Bools | None] = []
         valid, lost = ~self._still, []
         table, logs = self._table, self._journal.actions
+        timing, seconds, began = self.timing, self.step_seconds, 0.0
         for index, (env, number) in enumerate(zip(self._envs, action.tolist(), strict=True)):
             try:
+                if timing:
+                    began = time.perf_counter()
                 observations[index], reward, ended, stopped, infos[index] = env.step(table[number])
+                if timing:
+                    seconds[index] = time.perf_counter() - began
                 rewards[index] = float(reward)
                 logs[index].append(number)
                 if ended or stopped:

@@ -22,13 +22,12 @@ from qfleet.core.types import Bools, Ints, Leaves
 from qfleet.core.waiting import Waiter
 from qfleet.envs.gym import Factory
 from qfleet.envs.make import EnvConfig, make_env
+from qfleet.envs.steptimes import StepTimes
 from qfleet.envs.vector import Tick, VectorEnv
 from qfleet.envs.workers import WorkersEnv
 
 T = TypeVar("T")
 
-_SMOOTHED = 0.2
-"""The weight of the newest step in how long an environment takes."""
 _MANY_RINGS = 4096
 
 
@@ -50,9 +49,7 @@ class Stepping(ABC):
         self._vectors = list(vectors)
         self._members = np.split(np.arange(self.num_envs), np.cumsum(sizes)[:-1])
         self._held: deque[Part] = deque()
-        self.seconds: NDArray[np.float64] = np.zeros(self.num_envs)
-        """How long a step of each environment [E] takes, a moving mean, where they can step apart; 0 before the first.
-        """
+        self._times = StepTimes(self.num_envs)
 
     @property
     def units(self) -> list[Ints]:
@@ -62,9 +59,10 @@ class Stepping(ABC):
     def expect(self, count: int) -> None:  # noqa: B027  (most wait for whole vectors)
         """Be told that actions will be sent for `count` environments only, until told otherwise."""
 
-    def _took(self, envs: Ints, seconds: float | NDArray[np.float64]) -> None:
-        """Note how long the last step of environments `envs` took."""
-        self.seconds[envs] += (seconds - self.seconds[envs]) * np.where(self.seconds[envs] > 0, _SMOOTHED, 1.0)
+    @property
+    def seconds(self) -> NDArray[np.float64]:
+        """How long a step of each environment [E] takes of late; 0 before the first, and where nobody can tell."""
+        return self._times.seconds
 
     @property
     def cut(self) -> Ints:
@@ -165,7 +163,12 @@ class Whole(Stepping):
         """Step every environment."""
         action, self._action = self._action, None
         assert action is not None, "actions are sent before their part is received"
-        return Part(self._members[0], self._vectors[0].step(action))
+        (vector,), (envs,) = self._vectors, self._members
+        vector.timing = self._times.due(0)
+        tick = vector.step(action)
+        if vector.timing and vector.step_seconds is not None:
+            self._times.note(envs, vector.step_seconds)
+        return Part(envs, tick)
 
     def state_dict(self) -> State:
         """Return the state of the vector alone: nothing is ever under way."""
@@ -199,11 +202,12 @@ class Grouped(Stepping):
         """Let one whole group step."""
         (group,) = [at for at, members in enumerate(self._members) if np.array_equal(members, envs)]
         vector, began = self._vectors[group], time.perf_counter()
+        vector.timing = self._times.due(int(envs[0]))
         step = partial(vector.step, action)
         end = vector.begin(action)
         work = self._threads.submit(_timed, step if end is None else end, began)
         work.add_done_callback(self._ring)
-        self._under_way.append(_Step(envs, work, None if end is None else step))
+        self._under_way.append(_Step(envs, work, None if end is None else step, vector))
 
     def _ring(self, work: object) -> None:
         with contextlib.suppress(BlockingIOError):  # one that is full of rings wakes too
@@ -241,7 +245,9 @@ class Grouped(Stepping):
     def _finish(self) -> Part:
         step = self._under_way.popleft()
         tick, seconds = step.work.result()
-        self._took(step.envs, seconds)
+        if step.vector.timing:
+            each = step.vector.step_seconds
+            self._times.note(step.envs, seconds if each is None else each)
         return Part(step.envs, tick if step.rest is None else step.rest())
 
 
@@ -252,6 +258,7 @@ class _Step(NamedTuple):
     work: Future[tuple[Any, float]]  # its result, and its seconds
     rest: Callable[[], Tick] | None
     """What makes a tick of it, where the thread only waited."""
+    vector: VectorEnv
 
 
 def _timed(work: Callable[[], T], began: float) -> tuple[T, float]:
@@ -296,7 +303,7 @@ class ReadyFirst(Stepping):
 
     def _finish(self, at_least: int) -> Part:
         envs, tick = self._workers.receive(at_least)
-        self._took(envs, time.perf_counter() - self._sent_at[envs])
+        self._times.note(envs, time.perf_counter() - self._sent_at[envs])
         return Part(envs, tick)
 
 

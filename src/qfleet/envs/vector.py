@@ -76,6 +76,10 @@ class VectorEnv(ABC):
     """Whether `load_state_dict` continues open episodes to the byte, or cuts them."""
     watched: bool = False
     """Whether an environment that hangs is noticed here; otherwise only its role's supervisor can."""
+    timing: bool = False
+    """Whether the next step is to be timed, where that takes time itself."""
+    step_seconds: Doubles | None = None
+    """How long each environment [E] took for the last step that was timed; None where nobody can tell."""
 
     def __init__(self, layout: Layout, num_envs: int, shaping: RewardShaping, frame_stack: int = 1) -> None:
         self._stack = FrameStack(layout.spec.observations, frame_stack)

@@ -17,7 +17,7 @@ from qfleet.envs.journal import RESEED_EVERY, Journal
 from qfleet.envs.loop import rgb_image
 from qfleet.envs.reward import RewardShaping
 from qfleet.envs.spaces import Layout
-from qfleet.envs.vector import Moment, Tick, VectorEnv
+from qfleet.envs.vector import Doubles, Moment, Tick, VectorEnv
 from qfleet.envs.worker import BROKE, RENDER, REPLAY, RESET, STEP, Maker, read_image
 
 _REMEDY = (
@@ -53,6 +53,7 @@ class WorkersEnv(VectorEnv):
     """
 
     watched = True
+    step_seconds: Doubles
 
     def __init__(
         self,
@@ -73,6 +74,8 @@ class WorkersEnv(VectorEnv):
         self._content = b""  # of the newest answer
         self._where = [""] * self.num_envs  # in which episode, and where in it, each environment was lost
         self._last_words = ""
+        self.step_seconds = np.zeros(self.num_envs)
+        self._asked_at = np.zeros(self.num_envs)
         self._crew = Crew(makers, layout, step_timeout)
         self._slots = self._crew.slots
         try:
@@ -102,6 +105,7 @@ class WorkersEnv(VectorEnv):
             if self._phases[index] is Phase.IDLE:
                 self._slots.action[index] = number
                 self._slots.seed[index] = self._next_seed(index) if self._journal.due(index, coming=1) else -1
+                self._asked_at[index] = time.perf_counter()
                 self._ask(index, STEP, Phase.BUSY)
 
     def receive(self, at_least: int) -> tuple[Ints, Tick]:
@@ -197,6 +201,8 @@ class WorkersEnv(VectorEnv):
             if heard.code == BROKE:
                 raise self._fault(index, heard.content.decode())
             self._content = heard.content
+            if self._phases[index] is Phase.BUSY:
+                self.step_seconds[index] = time.perf_counter() - self._asked_at[index]
             self._phases[index] = Phase.DONE if self._phases[index] is Phase.BUSY else Phase.BEGUN
         elif heard.what == "lost":
             # Told of an episode that has begun, and not of one that nobody has seen.

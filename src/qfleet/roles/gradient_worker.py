@@ -39,6 +39,7 @@ from qfleet.core.types import (
 from qfleet.parallel.devices import own_device
 from qfleet.replay.allocation import zeros
 from qfleet.roles.feed import Feed, Learnable, Turns
+from qfleet.roles.lag import PolicyLag
 from qfleet.roles.publishing import Publishing, Shown
 from qfleet.roles.remote_learning import build_remote_learning
 from qfleet.roles.server_link import ServerLink
@@ -100,7 +101,8 @@ class GradientWorker(Role):
             for kind, text in self._learning.notices.items():
                 self._notice(kind, text)
         self._unsent: deque[Priorities] = deque()
-        self._batches_seen = self._skips = self._skipped = self._lag_sum = self._epoch = 0
+        self._batches_seen = self._skips = self._skipped = self._epoch = 0
+        self._lag = PolicyLag()
         self._latest: dict[str, torch.Tensor] = {}
         self._waits_since: float | None = None
         self._kept_at = time.monotonic()
@@ -165,7 +167,7 @@ class GradientWorker(Role):
         """Compute the gradient of one batch and send it; the priorities go back to its shard."""
         assert not isinstance(message, Rollout)
         if message.version.epoch == self._epoch:  # numbers of two epochs cannot be compared
-            self._lag_sum += self._step.count - message.version.number
+            self._lag.add(self._step.count - message.version.number)
         self._batches_seen += 1
         if self._publishing is not None:
             self._publishing.reward_scale = message.reward_scale
@@ -253,7 +255,7 @@ class GradientWorker(Role):
             "gradient_bytes": self._link.bytes_sent / max(self._link.sequence, 1),
             "learning_rate": self._step.learning_rate,
             "skipped_updates": float(self._skipped),
-            "policy_lag": self._lag_sum / max(self._batches_seen, 1),
+            **self._lag.metrics(self._batches_seen),
             **({} if self._publishing is None else self._publishing.metrics()),
         }
 
@@ -265,7 +267,8 @@ class GradientWorker(Role):
     def _state(self) -> State:
         return {
             "update": self._update.state_dict(),
-            "counters": [self._batches_seen, self._skips, self._skipped, self._lag_sum, self._epoch],
+            "counters": [self._batches_seen, self._skips, self._skipped, self._lag.total, self._epoch],
+            "recent_lag": self._lag.recent(),
             "publishing": None if self._publishing is None else self._publishing.state_dict(),
             "settings": self._settings,
             "feed": self._feed.state_dict(),
@@ -284,7 +287,8 @@ class GradientWorker(Role):
 
     def _load(self, state: State) -> None:
         self._update.load_state_dict(state["update"])
-        self._batches_seen, self._skips, self._skipped, self._lag_sum, self._epoch = state["counters"]
+        self._batches_seen, self._skips, self._skipped, lag_sum, self._epoch = state["counters"]
+        self._lag.load(lag_sum, state.get("recent_lag", ()))
         if self._publishing is not None:
             self._publishing.load_state_dict(state["publishing"])
         self._feed.load_state_dict(state["feed"])

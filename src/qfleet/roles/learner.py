@@ -38,6 +38,7 @@ from qfleet.core.types import (
 )
 from qfleet.roles.feed import Feed
 from qfleet.roles.joining import MEETING_S, Joining, meet_group, placed
+from qfleet.roles.lag import PolicyLag
 from qfleet.roles.learner_setup import LearnerSetup
 from qfleet.roles.learning import build_learning
 from qfleet.roles.publishing import Publishing, Shown
@@ -90,7 +91,8 @@ class Learner(Role):
         self._unsent: deque[Priorities] = deque()
         """What the replay shard has no room for yet; empty where every update is waited for."""
         self._batches_seen = self._updates = self._skips = self._skipped = 0
-        self._lag_sum = self._forgiven = self._met = self._skips_told = 0
+        self._forgiven = self._met = self._skips_told = 0
+        self._lag = PolicyLag()
         self._drawn = (0, 0)
         """The shard and the number of the draw that was learned from last."""
         self._reward_scale = 1.0
@@ -223,7 +225,7 @@ class Learner(Role):
             return
         batches = learned.updates if isinstance(learned, Batch) else 1
         if learned.version.epoch == self._epoch:  # numbers of two epochs cannot be compared
-            self._lag_sum += batches * (self._version.number - learned.version.number)
+            self._lag.add(self._version.number - learned.version.number, batches)
         self._batches_seen += batches
         if isinstance(learned, Batch | SequenceBatch):
             self._reward_scale, self._drawn = learned.reward_scale, (learned.shard, learned.draw)
@@ -297,7 +299,7 @@ class Learner(Role):
             "updates": float(self._updates),
             "learning_rate": self._update.learning_rate,
             "skipped_updates": float(self._skipped),
-            "policy_lag": self._lag_sum / max(self._batches_seen, 1),
+            **self._lag.metrics(self._batches_seen),
             "reward_scale": self._reward_scale,
             **({} if self._joining is None else self._joining.metrics()),
             **({} if self._publishing is None else self._publishing.metrics()),
@@ -320,7 +322,8 @@ class Learner(Role):
             "counters": [self._batches_seen, self._updates, self._skips, self._skipped, shown["evaluations_due"]],
             "published": shown["published"],
             "packer": shown["packer"],
-            "lag_sum": self._lag_sum,
+            "lag_sum": self._lag.total,
+            "recent_lag": self._lag.recent(),
             "reward_scale": self._reward_scale,
             "settings": self._settings,
             "epoch": self._epoch,
@@ -343,7 +346,8 @@ class Learner(Role):
         self._update.load_state_dict(saved if joining is None else joining.adapted(saved))
         self._batches_seen, self._updates, self._skips, self._skipped, due = state["counters"]
         self._skips_told = self._skipped
-        self._lag_sum, self._epoch = state["lag_sum"], state.get("epoch", 0)
+        self._lag.load(state["lag_sum"], state.get("recent_lag", ()))
+        self._epoch = state.get("epoch", 0)
         self._reward_scale = state["reward_scale"]
         if self._publishing is not None:
             shown = {"evaluations_due": due, "published": state["published"], "reward_scale": self._reward_scale}

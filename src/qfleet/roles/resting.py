@@ -79,12 +79,18 @@ class Waiting:
     def load(self, seconds: Doubles, given_up: Sequence[int] = ()) -> dict[str, float]:
         """Return what the balancer goes by: how many environments act, rest only together, and are slow.
 
+        Of those that are slow also which is the first, how long its step takes, and how long that of usual ones does.
         Those that are given up do not act: nobody is to be held to what they would have done.
         """
-        awake = seconds[self.awake & self._there(given_up)]
-        slow = int(np.count_nonzero(awake > _SLOW * np.quantile(awake, 0.25))) if len(awake) else 0
+        acting = np.flatnonzero(self.awake & self._there(given_up))
+        known = acting[seconds[acting] > 0]
+        # By Hazen's rule, so that of two environments one can be slow.
+        usual = float(np.quantile(seconds[known], 0.25, method="hazen")) if len(known) else 0.0
+        slow = known[seconds[known] > _SLOW * usual]
         together = max(len(unit) for unit in self._units)
-        return {"acting_envs": float(len(awake)), "envs_together": float(together), "slow_envs": float(slow)}
+        load = {"acting_envs": len(acting), "envs_together": together, "slow_envs": len(slow)}
+        which = {"slow_env": slow[0], "slow_s": seconds[slow[0]], "usual_s": usual} if len(slow) else {}
+        return {name: float(value) for name, value in {**load, **which}.items()}
 
     def _there(self, given_up: Sequence[int]) -> Bools:
         """Return which environments [E] are not given up."""

@@ -167,6 +167,20 @@ def received_streams(graph: Graph) -> dict[str, list[str]]:
     return {name: edges for name, edges in found.items() if edges}
 
 
+def facing(graph: Graph) -> dict[str, dict[str, list[str]]]:
+    """Return who is at the other end of each stream and latest value that a role holds an end of: by its name, then by
+    the edge's. Nobody is where the caller holds that end."""
+    sides = {"sender": "receiver", "receiver": "sender", "publisher": "subscriber", "subscriber": "publisher"}
+    held = [(node.name, end) for node in graph.nodes for end in ends(node.handles) if end.side in sides]
+    holders: dict[tuple[str, str], list[str]] = {}
+    for name, end in held:
+        holders.setdefault((end.edge, end.side), []).append(name)
+    found: dict[str, dict[str, list[str]]] = {}
+    for name, end in held:
+        found.setdefault(name, {})[end.edge] = holders.get((end.edge, sides[end.side]), [])
+    return found
+
+
 def work_ends(graph: Graph) -> dict[str, list[End]]:
     """Return the ends of streams by which it can be told that a role works, by its name.
 

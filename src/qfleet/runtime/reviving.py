@@ -17,7 +17,7 @@ from qfleet.core.types import Notice
 from qfleet.runtime import checkpoint
 from qfleet.runtime.answers import Answer, Command
 from qfleet.runtime.channels import Ports, StreamLevels, edge_stem
-from qfleet.runtime.graph import Graph, Node, ends, open_handles, received_streams, work_ends
+from qfleet.runtime.graph import Graph, Node, ends, facing, open_handles, received_streams, work_ends
 from qfleet.runtime.groups import Groups
 from qfleet.runtime.restarts import Restarts
 from qfleet.runtime.streams import desert
@@ -93,7 +93,7 @@ class RevivingPlacement(SupervisedPlacement):
         self._nodes = {node.name: node for node in graph.nodes}
         self._groups = Groups(graph, revival.get("groups", ()), revival.get("dwindling", ()))
         self._brief = {node.name for node in graph.nodes if node.kind in revival.get("brief", ())}
-        self._restarts, self._standstill = Restarts(revival.get("restarts", 5), _QUICK_S), Standstill()
+        self._restarts, self._standstill = Restarts(revival.get("restarts", 5), _QUICK_S), Standstill(facing(graph))
         self._watchdog = Watchdog(revival.get("stall", 60.0))
         self._received, self._work = received_streams(graph), work_ends(graph)
         self._done_before: dict[str, int] = {}
@@ -271,7 +271,8 @@ class RevivingPlacement(SupervisedPlacement):
                 life.condemn(verdict)
         if self._running:
             reports = [report for member in self.crew if not member.done for report in member.reports]
-            text = self._standstill.look(reports, self._levels.read(), now)
+            done = [f"{one.kind}-{one.index}" for member in self.crew if member.done for one in member.reports]
+            text = self._standstill.look(reports, self._levels.read(), now, done)
             if text:
                 self._incidents.append(Notice("supervisor", 0, "standstill", text))
 

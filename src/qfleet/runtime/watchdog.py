@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qfleet.core.protocols import Report
@@ -17,6 +17,8 @@ environment keeps Python to itself; or such a part of a step in the phase "runni
 _HURRIED_S = 3.0
 """How long a step may still take when a person wants the run to end, in phases that are done anew at little cost."""
 _STANDSTILL_S = 10.0
+_NAMED = 4
+"""So many of those for whom a role waits are named, the others counted."""
 _WAITING_S = 0.5
 """A step that has taken longer than this is work, whatever the role said after the one before."""
 _DEAF_S = 1.0
@@ -82,16 +84,20 @@ def has_nothing_to_do(report: Report) -> bool:
 
 @dataclass
 class Standstill:
-    """Notices when every role waits and no stream moves."""
+    """Notices when every role waits and no stream moves.
 
+    `facing` names who is at the other end of each edge of a role.
+    """
+
+    facing: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     _moved: int = -1
     _since: float = 0.0
     _told: bool = False
 
-    def look(self, reports: Sequence[Report], levels: Sequence[Level], now: float) -> str:
+    def look(self, reports: Sequence[Report], levels: Sequence[Level], now: float, done: Collection[str] = ()) -> str:
         """Return who waits for whom, once for each standstill; else an empty string.
 
-        `reports` are those of the roles that are not done.
+        `reports` are those of the roles that are there and not `done`, of which there are only names.
         """
         moved = sum(level.sent + level.taken for level in levels)
         idle = bool(reports) and all(has_nothing_to_do(report) for report in reports)
@@ -100,6 +106,19 @@ class Standstill:
         if self._told or now - self._since < _STANDSTILL_S:
             return ""
         self._told = True
-        waits = [f"{report.kind}-{report.index} waits: {report.idle}" for report in reports]
+        there = {_name(report): "" for report in reports} | dict.fromkeys(done, " (done)")
+        waits = [f"{_name(report)} waits{self._whom(report, there)}: {report.idle}" for report in reports]
         waits += [f"{level.edge} holds {level.sent - level.taken} of {level.capacity}" for level in levels]
         return f"nothing has moved for {now - self._since:.0f} s. " + "; ".join(waits)
+
+    def _whom(self, report: Report, there: Mapping[str, str]) -> str:
+        """Return for whom a role waits, of those who are there; empty where that is nobody but the supervisor."""
+        edges = self.facing.get(_name(report), {})
+        others = dict.fromkeys(other for edge in report.awaited for other in edges.get(edge, ()) if other in there)
+        names = [other + there[other] for other in others]
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return f" for {', '.join(names[:_NAMED])}{more}" if names else ""
+
+
+def _name(report: Report) -> str:
+    return f"{report.kind}-{report.index}"

@@ -43,6 +43,8 @@ class OpenEnds:
         self._opened: dict[str, Any] = {}
         self._optional: set[str] = set()
         self._receivers: list[Any] = []
+        self._edges: dict[int, str] = {}
+        """The edge of each handle, by the handle's `id`."""
 
     def open(self, end: End) -> Any:
         """Return the live handle of an end; the same one each time, but for keeps: no part of a checkpoint."""
@@ -51,11 +53,16 @@ class OpenEnds:
         key = edgestates.end_key(end.edge, end.side, end.reader)
         if key not in self._opened:
             self._opened[key] = self._open_end(end)
+            self._edges[id(self._opened[key])] = end.edge
             if end.optional:
                 self._optional.add(key)
             if end.side == "receiver":
                 self._receivers.append(self._opened[key])
         return self._opened[key]
+
+    def edges(self, handles: Sequence[Any]) -> tuple[str, ...]:
+        """Return the edges that handles are ends of."""
+        return tuple(self._edges[id(handle)] for handle in handles if id(handle) in self._edges)
 
     def acknowledge(self) -> None:
         """Say that everything received so far is used up."""
@@ -224,13 +231,18 @@ class Worker:
         now = time.monotonic()
         if now >= self._report_due or host.done:
             self._report_due = now + _REPORT_S
-            self._reports = [one.report() for one in host.hosted]
+            self._reports = [self._report(one) for one in host.hosted]
             self._helpers_s = sum(one.role.helpers_cpu_s() for one in host.hosted)
         if host.done and not self._told_done:
             self._told_done = True
             for report in self.reports():
                 self._answer(report)
             self._answer(Answer("done"))
+
+    def _report(self, hosted: Hosted) -> Report:
+        status = hosted.status
+        awaited = self._ends[hosted.node.name].edges(status.wake_on) if isinstance(status, Idle) else ()
+        return replace(hosted.report(), awaited=awaited)
 
 
 def name_process(name: str) -> None:

@@ -192,7 +192,8 @@ class Fused(Role):
         update = self._loop.update
         own = {"updates": float(update.updates), "learning_rate": update.learning_rate}
         sent = {} if self._team is None else self._team.joining.metrics()
-        return {**self._loop.metrics(), **own, **sent, "skipped_updates": float(self._skipped), "policy_lag": 0.0}
+        skipped = {"skipped_updates": float(self._skipped)}
+        return {**self._loop.metrics(), **own, **sent, **skipped, "policy_lag": 0.0, "policy_lag_mean": 0.0}
 
     def state_dict(self) -> State:
         """Return the loop and how its evaluations stand."""

@@ -91,10 +91,10 @@ def test_slow_is_who_takes_much_longer_than_the_fastest_quarter(seconds, slow):
 def test_environments_that_are_given_up_do_not_act_and_their_rest_relieves_nobody():
     waiting = Waiting(list(np.arange(4)[:, None]), [np.arange(4)])
     seconds = np.array([0.1, 9.0, 0.9, 0.1])
-    assert waiting.load(seconds, [1]) == {"acting_envs": 3, "envs_together": 1, "slow_envs": 1}
+    assert waiting.load(seconds, [1]).items() >= {"acting_envs": 3, "envs_together": 1, "slow_envs": 1}.items()
     waiting.order(3, seconds, [1])
     assert waiting.awake.tolist() == [True, True, False, True], "the slow one rests that acts"
-    assert waiting.load(seconds, [1]) == {"acting_envs": 2, "envs_together": 1, "slow_envs": 0}
+    assert waiting.load(seconds, [1]).items() >= {"acting_envs": 2, "envs_together": 1, "slow_envs": 0}.items()
     waiting.order(1, seconds, [1])
     assert waiting.awake.tolist() == [True, False, False, False], "one that acts stays awake"
     together = Waiting([np.arange(2)], [np.arange(2)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import history
 import numpy as np
 import pytest
 from history import check
@@ -54,6 +55,7 @@ def test_a_true_history_passes() -> None:
     messages, lives = played()
     found = check([stored(messages)], lives, evicting=False)
     assert found.sent == found.stored == sum(length(seed) for seed in SEEDS)
+    assert found.broken == 0
     assert check([stored(messages, capacity=12)], lives, evicting=True).stored < found.sent
 
 
@@ -84,6 +86,25 @@ def test_a_step_that_never_happened_is_found() -> None:
     messages, lives = played()
     with pytest.raises(AssertionError, match="never happened"):
         check([stored(messages)], [lives[0][length(SEEDS[0]) :]], evicting=False)
+
+
+def test_an_episode_that_broke_off_is_counted_and_one_that_did_not_must_be_drawn_from_whole() -> None:
+    messages, lives = played()
+    found = check([stored(messages[:-2])], [lives[0][:-1]], evicting=False)  # without its last step and its end
+    assert (found.broken, found.items) == (1, found.stored - 2)
+    cut = [*messages[:2], dataclasses.replace(messages[2], cut=np.zeros(1, np.int64)), *messages[3:]]
+    with pytest.raises(AssertionError, match="not to be drawn"):
+        check([stored(cut)], lives, evicting=False)
+
+
+def test_what_is_drawn_although_its_end_is_missing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages, lives = played()
+    replay = stored(messages)
+    known = history.all_rows(replay)
+    last = Place(SEEDS[1], length(SEEDS[1]))
+    monkeypatch.setattr(history, "all_rows", lambda replay: [place for place in known if place != last])
+    with pytest.raises(AssertionError, match="to be drawn, although"):
+        check([replay], lives, evicting=False)
 
 
 def test_with_a_lost_machine_goes_the_end_of_a_life_and_nothing_before_it() -> None:

@@ -1,4 +1,4 @@
-"""Roles are killed at random moments, and at chosen ones; a checker looks for what was lost, doubled or invented.
+"""Processes are killed at random moments, and at chosen ones; a checker looks for what was lost, doubled or invented.
 
 On Ray half of the deaths are Ray's own (`ray.kill`), the others the system's.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from history import Found, check
+from killer import ALL_KINDS, ENVS, ROLES, Killer
 from numbered_env import journals
 from program_cases import short
 
@@ -32,11 +32,12 @@ from qfleet.runtime.checkpoint import complete, read_state
 from qfleet.runtime.memory import shared_memory_root
 from qfleet.setups import shard_setup
 
-ROLES = ("actor-0", "actor-1", "replay-0", "learner-0", "evaluator-0")
 FINAL_TEST = "test-0"
 """Who plays it dies, too, where a point is everybody's."""
-_STEWARD = 2
-"""Of so many deaths on Ray, one is that of the steward of all roles."""
+
+
+ALL_APART = {"inference.kind": "served", "inference.resend_s": 0.3, "env.vectorisation": "async"}
+"""Settings of a run that has all kinds of processes."""
 
 
 class Patient:
@@ -46,52 +47,12 @@ class Patient:
         return 0.0
 
 
-class Killer:
-    """Kills a random role each time the run has come a random way further."""
-
-    def __init__(self, kills: int, seed: int, pause: int, roles: tuple[str, ...] = ROLES) -> None:
-        self._rng, self._pause, self.left = np.random.default_rng(seed), pause, kills
-        self._roles = roles
-        self._next = int(self._rng.integers(1, pause))
-        self._killed: set[int] = set()
-        self.deaths = self.perhaps = 0
-        """How many roles have died of it, and how many more may have: begun anew by a steward that was just killed."""
-        self.placement: Any = None
-        self.seen: set[int] = set()
-        """The process numbers of all lives."""
-
-    def on_step(self, metrics: dict[str, Any], stop: Any) -> None:
-        pids = self.placement.pids()
-        self.seen |= {pid for pid in pids.values() if pid}
-        if self.left and metrics["env_steps"] >= self._next:
-            victim = str(self._rng.choice(self._roles))
-            pid = pids.get(victim)
-            if pid and pid not in self._killed:  # the last one may not be buried yet
-                self._kill(victim, pid)
-                self.left -= 1
-                self._next = metrics["env_steps"] + int(self._rng.integers(1, self._pause))
-
-    def _kill(self, victim: str, pid: int) -> None:
-        dying = [pid]
-        if self.placement.name == "ray" and self.left % _STEWARD == 0:
-            import ray
-
-            pids = [life.pid for life in self.placement._lives.values()]
-            dying = [pid for pid in pids if pid not in self._killed]  # all die with their steward
-            self.perhaps += len(self.placement._due)
-            ray.kill(self.placement._lives[victim].line.steward)
-        else:
-            os.kill(pid, signal.SIGKILL)
-        self._killed |= {pid for pid in dying if pid}  # one that is just being begun has none yet
-        self.deaths += len(dying)
-
-
 def experiment(folder: Path, env_steps: int, **changes: Any) -> Experiment:
     (folder / "journal").mkdir()
     settings = {
         "placement": "processes",
         "actors": 2,
-        "actor.envs": 3,
+        "actor.envs": ENVS,
         "env.id": "numbered_env:Numbered-v0",
         "env.kwargs": {"journal": str(folder / "journal")},
         "env.reward_scale": 1.0,
@@ -126,7 +87,7 @@ def survive(
     assert not list(shared_memory_root().glob(f"qfleet-{os.getpid()}-*"))
     assert not multiprocessing.active_children()
     until = time.monotonic() + 30
-    while killer is not None and (left := [pid for pid in killer.seen if alive(pid)]):
+    while killer is not None and (left := [*filter(alive, killer.seen), *players(folder / "journal")]):
         assert time.monotonic() < until, f"processes are left: {left}"
         time.sleep(0.1)
     events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
@@ -153,18 +114,54 @@ def alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+def players(directory: Path) -> list[int]:
+    """Return the numbers of the living that have written a journal: roles, and environments that are processes."""
+    wrote = {int(path.suffix[1:]): path.stat().st_mtime for path in directory.iterdir()}
+    return [
+        process.pid
+        for process in psutil.process_iter(["status", "create_time"])
+        if process.pid in wrote
+        and process.pid != os.getpid()  # which has looked at an environment, too
+        and process.info["status"] != psutil.STATUS_ZOMBIE
+        and process.info["create_time"] < wrote[process.pid] + 1.0  # a later one only has the same number
+    ]
+
+
 def lives(deaths: list[dict[str, Any]]) -> int:
     """Return how often roles were begun anew; one that dies before it is ready has one event for several lives."""
     last = {(death["role"], death["index"]): death["life"] for death in deaths}
     return sum(last.values())
 
 
-def test_nothing_is_lost_when_random_roles_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    killer = Killer(kills=5, seed=1, pause=400)
-    found, deaths = survive(experiment(tmp_path, 5000), tmp_path, monkeypatch, killer)
-    assert (killer.left, lives(deaths)) == (0, 5)
+def check_deaths(killer: Killer, folder: Path, deaths: list[dict[str, Any]]) -> None:
+    """Raise AssertionError unless all was killed, and told: a role's death as one, that of an environment as a cut."""
+    kinds = {name.rpartition("/")[2].partition("-")[0] for name in killer.roles}
+    assert (killer.left, set(killer.killed)) == (0, kinds)
+    assert lives(deaths) == killer.killed.total() - killer.killed["environment"]
+    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    told = [event["text"] for event in events if event.get("kind") == "environment"]
+    assert all(text.endswith("its episode is cut, it begins anew") for text in told)
+    assert killer.cuts.total() <= len(told) <= killer.cuts.total() + killer.perhaps_cuts
+    assert killer.whole == {name.partition("/")[0] for name in killer.roles if "/" in name}
+
+
+@pytest.mark.parametrize(
+    ("killing", "changes"),
+    [
+        ({"kills": 5, "seed": 1, "pause": 400}, {}),
+        ({"kills": 12, "seed": 1310, "pause": 200, "roles": ALL_KINDS}, ALL_APART),
+    ],
+    ids=["four kinds", "all kinds"],
+)
+def test_nothing_is_lost_when_random_processes_are_killed(
+    killing: dict[str, Any], changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killer = Killer(**killing)
+    found, deaths = survive(experiment(tmp_path, 5000, **changes), tmp_path, monkeypatch, killer)
+    check_deaths(killer, tmp_path, deaths)
     assert found.sent > 4500
     assert found.stored == found.sent
+    assert found.broken > 0
 
 
 @pytest.mark.slow
@@ -215,13 +212,19 @@ def test_a_hundred_kills_on_ray(seed: int, ray_session: None, tmp_path: Path, mo
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", [{"kind": "ram"}, {"kind": "mapped"}, {"kind": "lz4", "smallest": 1}])
 @pytest.mark.parametrize("capacity", [50_000, 2000])
+@pytest.mark.parametrize(("roles", "changes"), [(ROLES, {}), (ALL_KINDS, ALL_APART)], ids=["four kinds", "all kinds"])
 def test_hundreds_of_kills(
-    storage: dict[str, Any], capacity: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    roles: tuple[str, ...],
+    changes: dict[str, Any],
+    storage: dict[str, Any],
+    capacity: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    killer = Killer(kills=34, seed=capacity + len(storage["kind"]), pause=600)
-    run = experiment(tmp_path, 40_000, **{"replay.capacity": capacity, "replay.storage": storage})
+    killer = Killer(kills=34, seed=capacity + len(storage["kind"]), pause=600, roles=roles)
+    run = experiment(tmp_path, 40_000, **{"replay.capacity": capacity, "replay.storage": storage, **changes})
     found, deaths = survive(run, tmp_path, monkeypatch, killer)
-    assert (killer.left, lives(deaths)) == (0, 34)
+    check_deaths(killer, tmp_path, deaths)
     assert found.stored > 0.8 * min(capacity, found.sent)
 
 

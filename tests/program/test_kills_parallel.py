@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_kills import Killer, experiment, survive
+from killer import Killer
+from test_kills import experiment, survive
 
 import qfleet.api as api
 import qfleet.session

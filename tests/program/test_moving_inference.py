@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import test_kills
 from history import check
+from killer import Killer
 from numbered_env import journals
 from program_cases import short, stop_at
 from sleepy_network import SleepyActor, SleepyServer
@@ -90,7 +91,7 @@ def flipping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steering, "Balancer", Flipping)
 
 
-class KillsAtChanges(test_kills.Killer):
+class KillsAtChanges(Killer):
     """Kills the server, an actor or both at the moment of some changes."""
 
     def __init__(self, kills: int, seed: int) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from history import check
+from killer import Killer
 from numbered_env import journals
 from program_cases import short
-from test_kills import Killer, experiment, stored, survive
+from test_kills import experiment, stored, survive
 
 import qfleet.api as api
 import qfleet.session

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import select
+import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qfleet.core.errors import QfleetError
-from qfleet.envs.nursery import Nursery, payload
+from qfleet.envs.nursery import KILLED, Nursery, payload
 from qfleet.envs.slots import Slots, shared_file
 from qfleet.envs.spaces import Layout
 from qfleet.envs.worker import BUILT, RAISED, Maker, hear, tell
@@ -45,6 +46,8 @@ class Heard:
     code: bytes = b""
     content: bytes = b""
     cause: str = ""
+    killed: bool = False
+    """Of one that has ended: whether somebody killed it, or what had forked it, so that the next one may well live."""
 
 
 @dataclass
@@ -195,7 +198,7 @@ class Crew:
         for index, how in deaths:
             if self._posts[index].bell is not None:
                 heard += self._last_words(index)
-            heard.append(self._ended(index, how))
+            heard.append(self._ended(index, how, how == KILLED))
         return heard
 
     def _last_words(self, index: int) -> list[Heard]:
@@ -208,10 +211,11 @@ class Crew:
             heard += self._hear(index)
         return heard
 
-    def _ended(self, index: int, how: str) -> Heard:
+    def _ended(self, index: int, how: str, killed: bool) -> Heard:
         self._past_s += float(self.slots.cpu_s[index])
         self.slots.cpu_s[index] = 0.0
         post = self._posts[index]
+        killed = killed and not post.cause  # one that hangs, or has raised, is killed by us
         post.cause = post.cause or how
         if post.failures > len(BACK_OFF_S):
             post.given_up = True
@@ -219,7 +223,7 @@ class Crew:
         post.spawn_at = time.monotonic() + BACK_OFF_S[post.failures - 1]
         if post.spawn_at <= time.monotonic():
             self._spawn(index, post.spawn_at)
-        return Heard(index, "ended", cause=post.cause)
+        return Heard(index, "ended", cause=post.cause, killed=killed)
 
     def _replace_nursery(self) -> list[Heard]:
         """Begin every worker anew: the kernel ended them with the process that had forked them."""
@@ -231,7 +235,7 @@ class Crew:
                 " to 'sync'; else look for who ends it"
             )
         self._poll.unregister(self._nursery.fileno())
-        self._nursery.close()
+        killed = self._nursery.close() == -signal.SIGKILL
         self._open_nursery()
         heard = []
         for index, post in enumerate(self._posts):
@@ -239,5 +243,5 @@ class Crew:
                 heard.append(self._lose(index, ""))
                 post = self._posts[index]
             if post.spawn_at == math.inf and not post.given_up:
-                heard.append(self._ended(index, "the process that starts environments was killed"))
+                heard.append(self._ended(index, "the process that starts environments was killed", killed))
         return heard

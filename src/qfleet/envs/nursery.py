@@ -41,6 +41,8 @@ _START = (
 _GRACE_S = 2.0
 """How long environments may take to close before they are killed."""
 _PR_SET_PDEATHSIG = 1
+KILLED = f"its process was killed by {signal.SIGKILL.name}"
+"""How a process has ended that the system, or a person, ended."""
 
 
 def payload(makers: Sequence[Maker], layout: Layout) -> bytes:
@@ -103,8 +105,8 @@ class Nursery:
             data += self._line.recv(_ORDER.size - len(data) % _ORDER.size)
         return [(index, _cause(status)) for _, index, status in _ORDER.iter_unpack(data)]
 
-    def close(self) -> None:
-        """End the nursery; it lets environments close, and ends what is left of them."""
+    def close(self) -> int:
+        """End the nursery; it lets environments close, and ends what is left of them. Returns its exit status."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._line.send(_ORDER.pack(_CLOSE, 0, 0))
             self._line.shutdown(socket.SHUT_WR)
@@ -114,6 +116,7 @@ class Nursery:
             self._process.kill()
             self._process.wait()
         self._line.close()
+        return self._process.returncode
 
 
 def _cause(status: int) -> str:

@@ -85,12 +85,17 @@ class WorkersEnv(VectorEnv):
             raise
 
     def _build(self) -> None:
-        """Wait until every environment is made; one that cannot be is a mistake in the configuration."""
+        """Wait until every environment is made; one that cannot be is a mistake in the configuration.
+
+        One that somebody kills meanwhile is not: it is made again, some times.
+        """
         while Phase.AWAY in self._phases:
             for heard in self._crew.listen():
                 if heard.what == "built":
                     self._phases[heard.index] = Phase.IDLE
-                elif heard.what in ("ended", "given up"):
+                elif heard.what == "lost":
+                    self._phases[heard.index] = Phase.AWAY
+                elif not heard.killed:
                     raise ConfigError(
                         f"{self.spec.name}, environment {heard.index}, cannot be made in a process of its own: "
                         f"{heard.cause}"

@@ -173,4 +173,4 @@ def test_what_is_valid_is_what_happened_and_nothing_is_invented(
             assert not set(tick.cut) & set(ends)
             seen = after
     except EnvironmentFault:
-        assert len(env.given_up()) == envs or "broken reset" in str(env.incidents()[-1:])
+        assert len(env.given_up()) == envs or len(env.incidents()) >= LOSSES

@@ -51,13 +51,27 @@ def events_of(directory: Path, *names: str) -> list[dict[str, Any]]:
     return [event for event in read_jsonl(directory / "events.jsonl") if event["event"] in names]
 
 
-@pytest.mark.parametrize("harm", [name for name in HARM if name != "sleeps"])
+RAISED = ("raises", "leaves")
+
+
+@pytest.mark.parametrize("harm", [name for name in HARM if name not in ("sleeps", *RAISED)])
 def test_what_an_environment_does_in_the_final_test_costs_no_run(harm: str, tmp_path: Path) -> None:
     """A segfault or an exit ended the whole run, without a summary."""
     done = qfleet.train(harmed(tmp_path, harm, times=2), run_dir=tmp_path / "run")
     assert done.summary["eval"] == {**done.summary["eval"], "mean": 5.0, "episodes": 4}
     deaths = events_of(done.dir, "restart")
     assert [(death["role"], death["life"]) for death in deaths] == [("test", 1), ("test", 2)]
+
+
+@pytest.mark.parametrize("harm", RAISED)
+def test_what_an_environment_raises_there_costs_one_episode(harm: str, tmp_path: Path) -> None:
+    """Where one step in five hundred raised, no test of a hundred episodes ever came to its end."""
+    done = qfleet.train(harmed(tmp_path, harm, times=10**6), run_dir=tmp_path / "run")
+    assert done.summary["eval"] == {**done.summary["eval"], "mean": 5.0, "episodes": 4}
+    assert not events_of(done.dir, "restart")
+    told = [event["text"] for event in events_of(done.dir, "notice") if event["role"] == "test"]
+    assert len(told) == 2, "from its own seed it was tried twice, then another one was played"
+    assert all("Its episode is cut, and it begins anew." in text for text in told)
 
 
 def test_a_final_test_that_never_ends_well_says_how_to_make_it_anew(tmp_path: Path) -> None:

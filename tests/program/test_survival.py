@@ -91,11 +91,13 @@ def test_in_a_vector_of_gymnasiums_own_it_costs_the_actors_open_episodes(
     assert found.stored == found.sent > 2000
 
 
-def test_an_evaluation_begins_anew_after_a_fault(tmp_path: Path) -> None:
+def test_what_an_environment_raises_in_an_evaluation_costs_its_episode(tmp_path: Path) -> None:
+    """On the same seeds it failed each time in the same step, and with the last try the run, unsaved."""
     one = {"evaluation.every": 300, "evaluation.episodes": 1, "evaluation.envs": 1}
     done = api.train(raising(tmp_path, 1500, at=50, kwargs={"raise_in": "evaluator-"}, **one), run_dir=tmp_path / "run")
     events = read_jsonl(done.dir / "events.jsonl")
-    assert {event["role"] for event in events if event["event"] == "restart"} == {"evaluator"}
+    assert not [event for event in events if event["event"] == "restart"]
+    assert losses(done.dir)
     assert len([event for event in events if event["event"] == "evaluation"]) >= 4
 
 
@@ -104,13 +106,10 @@ def test_an_evaluation_that_never_comes_to_an_end_ends_the_run(tmp_path: Path, m
     monkeypatch.setattr(reviving, "_QUICK_S", 1e-9)
     kwargs = {"kwargs": {"raise_in": "evaluator-"}, "survival.restarts": 2, "evaluation.every": 300}
     with pytest.raises(RoleFailure) as caught:
-        api.train(raising(tmp_path, 10**6, at=5, **kwargs), run_dir=tmp_path / "run")
+        api.train(raising(tmp_path, 10**6, at=1, **kwargs), run_dir=tmp_path / "run")
     assert caught.value.role == "evaluator"
     assert WORDS in caught.value.cause
     assert "that was death 3 in a row" in caught.value.cause
-    assert caught.value.cause.endswith(
-        "with --env.vectorisation async such a fault costs one environment's episode only"
-    )
 
 
 def test_environments_that_never_end_an_episode_end_the_run_in_their_own_words(tmp_path: Path) -> None:

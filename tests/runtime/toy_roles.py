@@ -276,7 +276,7 @@ class Kept(Toy):
 
     def moved(self) -> None:
         if self.position == 5 and self.settings.fault.startswith("environment") and self.keep.life == 0:
-            raise EnvironmentFault("the robot fell over.", hint="give it legs")
+            raise EnvironmentFault("the robot fell over.")
         self.position += 1
         self.keep.commit({"position": self.position})
 

@@ -21,11 +21,6 @@ class ConfigError(QfleetError):
 class EnvironmentFault(QfleetError):
     """An environment broke its own contract: NaN reward, wrong shape or dtype, or an exception."""
 
-    def __init__(self, text: str, hint: str = "") -> None:
-        """Take what would make such a fault cost less, where that is known."""
-        super().__init__(text)
-        self.hint = hint
-
 
 class CheckpointError(QfleetError):
     """A checkpoint or model file is missing, damaged, foreign, or of an unsupported version."""

@@ -77,7 +77,7 @@ def make_gym(
         layout = layout_of(first, config.id)
         if config.vectorisation == "sync" and config.autoreset not in _MODES:
             envs = [first, *build_all(factories[1:])]
-            return LoopEnv(envs, layout, shaping, config.frame_stack, factories if mends else ())
+            return LoopEnv(envs, layout, shaping, config.frame_stack, factories if mends else (), evaluation)
     except BaseException:
         close_quietly(first)
         raise

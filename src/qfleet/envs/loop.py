@@ -22,7 +22,6 @@ from qfleet.envs.spaces import Layout, MaskMisfit, Misfit
 from qfleet.envs.vector import Doubles, Moment, VectorEnv
 
 Environment = gymnasium.Env[Any, Any]
-_APART = "with --env.vectorisation async such a fault costs one environment's episode only"
 
 
 class LoopEnv(VectorEnv):
@@ -37,13 +36,14 @@ class LoopEnv(VectorEnv):
         shaping: RewardShaping,
         frame_stack: int = 1,
         makers: Sequence[Callable[[], Environment]] = (),
+        judging: bool = False,
     ) -> None:
         """Take what makes each environment anew that raises an exception, which then costs its episode only.
 
-        Without `makers` it is raised.
+        Without `makers` it is raised. When `judging`, a first game that is lost is begun anew from its own seed, once.
         """
         super().__init__(layout, len(envs), shaping, frame_stack)
-        self._envs, self._makers = envs, makers
+        self._envs, self._makers, self._judging = envs, makers, judging
         self._losses = [0] * len(envs)
         """Of each environment, in a row."""
         self._still = np.zeros(len(envs), bool)
@@ -73,7 +73,7 @@ class LoopEnv(VectorEnv):
             still = self._envs[index]
             assert isinstance(still, Still)
             self._envs[index], self._still[index], self._losses[index] = still.env, False, 0
-        begun = [self._begin(index, seeded=True) for index in chosen]
+        begun = [self._begun(index) for index in chosen]
         return self._arrays([first for first, _ in begun], [info for _, info in begun], chosen)
 
     def _step(self, action: Ints) -> Moment:
@@ -129,28 +129,48 @@ class LoopEnv(VectorEnv):
             cut=np.array(lost, np.int64),
         )
 
+    def _begun(self, index: int) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode of environment `index` from its next seed; return its first pair."""
+        try:
+            return self._begin(index, seeded=True)
+        except EnvironmentFault as fault:
+            return self._mended(index, fault)
+
     def _mended(self, index: int, fault: EnvironmentFault) -> tuple[Any, dict[str, Any]]:
         """Return the first pair of a new environment in place of one that was lost; raises the fault where there may be
         none, or all have been given up."""
         if not self._makers:
             raise fault from fault.__cause__
-        self._losses[index] += 1
-        given_up = self._losses[index] >= LOSSES
-        what = "The run goes on without it" if given_up else "Its episode is cut, and it begins anew"
-        self._incidents.append(f"{fault} {what}.")
-        close_quietly(self._envs[index])
-        try:
-            self._envs[index] = self._makers[index]()
-            first = self._begin(index, seeded=True)
-        except KeyboardInterrupt:
-            raise
-        except BaseException:
-            raise fault from fault.__cause__
+        first, found = None, fault
+        while first is None:
+            self._losses[index] += 1
+            given_up = self._losses[index] >= LOSSES
+            what = "The run goes on without it" if given_up else "Its episode is cut, and it begins anew"
+            self._incidents.append(f"{found} {what}.")
+            try:
+                first = self._replaced(index)
+            except EnvironmentFault as another:
+                if given_up:
+                    raise fault from fault.__cause__
+                found = another
         if given_up:
             self._envs[index], self._still[index] = Still(self._envs[index], first), True
             if self._still.all():
                 raise fault from fault.__cause__
         return first
+
+    def _replaced(self, index: int) -> tuple[Any, dict[str, Any]]:
+        """Make environment `index` anew and begin an episode; return its first pair."""
+        close_quietly(self._envs[index])
+        try:
+            self._envs[index] = self._makers[index]()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise self._raised(index, "its constructor", error) from error
+        if self._judging:
+            self._repeat(index)
+        return self._begin(index, seeded=True)
 
     def _backend_state(self) -> State:
         return self._journal.state_dict()
@@ -188,8 +208,6 @@ class LoopEnv(VectorEnv):
             return error
         fault = self._fault(index, raised(what, error))
         fault.__cause__ = error
-        if not self._makers:
-            fault.hint = _APART
         return fault
 
     def _arrays(
@@ -259,5 +277,5 @@ def build_all(factories: Sequence[Callable[[], Environment]]) -> list[Environmen
 
 def close_quietly(env: Environment) -> None:
     """Close an environment; what it raises then costs nobody anything."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception, SystemExit):
         env.close()

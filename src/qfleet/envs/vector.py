@@ -91,6 +91,7 @@ class VectorEnv(ABC):
         self._seeds: list[int] = []
         self._all = np.arange(num_envs)
         self._draws = np.zeros(num_envs, np.int64)
+        self._repeated = np.zeros(num_envs, bool)  # environments whose first game was begun anew from its own seed
         self._games = np.zeros(num_envs, np.int64)
         self._lengths = np.zeros(num_envs, np.int64)
         self._returns = np.zeros(num_envs, np.float64)
@@ -107,7 +108,7 @@ class VectorEnv(ABC):
         if len(seeds) != self.num_envs:
             raise ValueError(f"{len(seeds)} seeds for {self.num_envs} environments")
         self._seeds = [int(seed) for seed in seeds]
-        for counter in (self._draws, self._games, self._lengths, self._returns):
+        for counter in (self._draws, self._games, self._lengths, self._returns, self._repeated):
             counter[:] = 0
         everyone = np.ones(self.num_envs, bool)
         frames, mask = self._restart(everyone)
@@ -257,6 +258,14 @@ class VectorEnv(ABC):
         seed = self._next_seed(index)
         self._draws[index] += 1
         return seed
+
+    def _repeat(self, index: int) -> None:
+        """Have environment `index`, which was lost in the game that it is judged by, play it once more.
+
+        Where that is lost, too, something in it may break the environment each time: it is judged by the next one.
+        """
+        if self._draws[index] == 1 and not self._repeated[index]:
+            self._draws[index], self._repeated[index] = 0, True
 
     def _next_seed(self, index: int) -> int:
         """Return the seed that `_draw_seed` will return."""

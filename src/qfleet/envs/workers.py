@@ -214,8 +214,8 @@ class WorkersEnv(VectorEnv):
             self._broken[index] |= self._phases[index] in (Phase.IDLE, Phase.BUSY, Phase.DONE)
             self._where[index] = f"episode {self._games[index]}, step {self._lengths[index]}, both counted from 0"
             self._phases[index] = Phase.AWAY
-            if self._judging and self._draws[index] == 1:
-                self._draws[index] = 0
+            if self._judging:
+                self._repeat(index)
         else:
             self._report(index, heard.cause, given_up=heard.what == "given up")
 

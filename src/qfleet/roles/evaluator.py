@@ -173,7 +173,8 @@ class Evaluator(Role):
 
     def _made(self, envs: int) -> VectorEnv:
         try:
-            return make_env(self._setup.env, envs, evaluation=True, factory=self._setup.code.env)
+            mends = self._handles.keep is not None  # inline a person wants to see where it was
+            return make_env(self._setup.env, envs, evaluation=True, factory=self._setup.code.env, mends=mends)
         except ConfigError as error:
             if self._handles.keep is None or not self._handles.keep.life:
                 raise

@@ -37,8 +37,6 @@ class Answer:
     """Of a failure: whether somebody whom it worked with was gone."""
     fault: bool = False
     """Of a failure: whether it was an environment's, and not the role's own."""
-    hint: str = ""
-    """Of such a one: what would make it cost less, where that is known."""
 
 
 def failed(error: Exception) -> Answer:
@@ -48,7 +46,7 @@ def failed(error: Exception) -> Answer:
         lost = isinstance(error.__cause__, ConnectionError)
         return Answer("failed", error.cause, error.exit_code, trace, lost=lost)
     if isinstance(error, EnvironmentFault):
-        return Answer("failed", str(error), error.exit_code, trace, fault=True, hint=error.hint)
+        return Answer("failed", str(error), error.exit_code, trace, fault=True)
     if isinstance(error, QfleetError):
         return Answer("failed", str(error), error.exit_code, trace)
     cause, lost = f"{type(error).__name__}: {error}", isinstance(error, ConnectionError)

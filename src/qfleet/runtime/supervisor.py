@@ -280,8 +280,7 @@ class SupervisedPlacement(ABC):
         failures = [(member, answer) for member, answer in answers if answer.what == "failed"]
         for member, answer in answers:
             if answer.what == "died" and (end := self._bury(member, answer)):
-                cause = f"{end}; {answer.hint}" if answer.hint else end
-                failures.append((member, dataclasses.replace(answer, cause=cause)))
+                failures.append((member, dataclasses.replace(answer, cause=end)))
         if failures:
             self._fail(failures)
         return answers

@@ -15,7 +15,7 @@ from qfleet.algo.policy import Policy
 from qfleet.control.monitor import Callbacks
 from qfleet.control.plan import Plan
 from qfleet.core.config import Config
-from qfleet.core.errors import CheckpointError, ConfigError
+from qfleet.core.errors import CheckpointError, ConfigError, EnvironmentFault
 from qfleet.core.types import Array
 from qfleet.core.usercode import UserCode
 from qfleet.experiment import Experiment, flattened, with_changes
@@ -158,7 +158,13 @@ def _planned(
         return experiment, None
     if plan == "auto":
         decided = set() if experiment.placement == "inline" else {"placement"}
-        made = plan_run(experiment, code, {*given, *decided}, say)
+        try:
+            made = plan_run(experiment, code, {*given, *decided}, say)
+        except EnvironmentFault as fault:  # which training survives
+            if experiment.placement == "inline":
+                raise
+            say(f"{fault} So nothing could be timed, and the run goes on without a plan (--actors says how many)")
+            return experiment, None
         return apply_plan(experiment, made), made
     made = plan if isinstance(plan, Plan) else Plan.from_yaml(Path(plan))
     return apply_plan(experiment, made, given), made

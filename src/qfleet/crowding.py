@@ -98,5 +98,5 @@ def _most(experiment: Experiment, sizes: Mapping[str, int]) -> tuple[str, str]:
     name = max((name for name in sizes if name != _EVALUATOR), key=sizes.__getitem__)
     if name not in (ACTING, JUDGING):
         return now(name), ""
-    lower = f"{now(name)} or {now('actors')}" if name == ACTING else now(name)
+    lower = f"{now(name)} or {now('actors')}" if name == ACTING and experiment.actors > 1 else now(name)
     return lower, "--env.vectorisation sync (now async)"

@@ -70,11 +70,12 @@ def test_a_plan_shows_what_was_measured_in_a_persons_units(capsys: pytest.Captur
     said = command(capsys, "plan", "mountaincar", "--placement", "processes", "--actor.envs", "4")
     told = said.out[said.out.index("measured on this machine") :]
     for part in (
-        "4,000 steps/s by 4 alone, 3,636 for each core's time",
+        "4,000 steps/s by 4 that do nothing else",
+        "with what an actor does besides its network, 3,636 for a core's whole time",
         "4 observations: 0.10 ms on a core",
         "cpu: 0.40 ms an update",
         "0.33 GB/s of experience between processes, and 40 us each at both ends",
-        "32.0 GiB free, 32.0 GiB of it to share",
+        "32.0 GiB free, 32.0 GiB in the folder for shared memory",
     ):
         assert part in told, part
 

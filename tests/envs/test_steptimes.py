@@ -80,13 +80,14 @@ def test_environments_in_processes_of_their_own_are_timed_too(groups, kind, cloc
         assert (env.seconds > 0).all()
 
 
-def test_a_long_step_now_and_then_says_nothing_and_one_that_stays_long_is_known_soon(clock):
+def test_long_steps_among_others_say_nothing_and_one_that_stays_long_is_known_soon(clock):
+    """On a busy machine the first environment of each tick passed for slow: it met whoever wanted the core."""
     times, both = StepTimes(2), np.arange(2)
     for step in range(30):
-        times.note(both, np.array([1.0, 50.0 if step % 3 == 2 else 1.0]))
+        times.note(both, np.array([1.0, 1.0 if step % 5 == 2 else 50.0]))
         Clock.now += APART_S
-        assert times.seconds.tolist() == [1, 1]
-    for _ in range(3):
+        assert step < 2 or times.seconds.tolist() == [1, 1]
+    for _ in range(5):
         times.note(both, np.array([1.0, 50.0]))
         Clock.now += APART_S
     assert times.seconds.tolist() == [1, 50]

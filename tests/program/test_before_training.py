@@ -252,7 +252,7 @@ INSTEAD = "--env.vectorisation sync (now async)"
             {"actors": 1, "actor.envs": 8, "evaluation.envs": 40, "evaluation.episodes": 40},
             f"a lower --evaluation.envs (now 40) may be faster, or {INSTEAD}",
         ),
-        ({"placement": "inline", "actor.envs": 200}, "200) or --actors (now 1) may be faster"),
+        ({"placement": "inline", "actor.envs": 200}, "200) may be faster, or --env.vectorisation sync"),
         ({"actors": 1, "spare_actors": 1, "actor.envs": 17}, "--actor.envs (now 17)"),
         ({"actors": 1, "actor.envs": 16, "evaluation.envs": 40, "evaluation.episodes": 8}, ""),
         ({"actors": 1, "actor.envs": 256, "env.vectorisation": "sync"}, ""),

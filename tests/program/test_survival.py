@@ -134,3 +134,20 @@ def test_inline_an_environments_error_is_raised_at_once_with_its_stack(
     with pytest.raises(EnvironmentFault, match="the robot fell over") as caught:
         api.train(run, run_dir=tmp_path / "run")
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_where_the_environment_raises_while_it_is_timed_the_run_goes_on_without_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training survives what ended the planning, and with it the run."""
+
+    def raises(*anything: Any) -> Any:
+        raise EnvironmentFault("the robot fell over.")
+
+    monkeypatch.setattr(api, "plan_run", raises)
+    run = experiment(tmp_path, 600, actors=1)
+    done = api.train(run, run_dir=tmp_path / "run", plan="auto")
+    assert done.summary["plan"] is None
+    assert done.summary["env_steps"] >= 600
+    with pytest.raises(EnvironmentFault, match="fell over"):
+        api.train(run.replace(placement="inline"), run_dir=tmp_path / "inline", plan="auto")

@@ -104,7 +104,7 @@ def measure(
     for size in sorted(env_sizes(experiment), key=lambda size: (size != envs, size)):
         if costs and _late(began):
             break
-        say(f"playing with {size} environments")
+        say(f"playing with {size} environment{'s' if size > 1 else ''}")
         costs[size] = _timed(build, arranged(experiment, **{"actor.envs": size}))
     say("timing updates and inference")
     first, sizes = costs[envs], sorted(costs)

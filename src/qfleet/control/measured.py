@@ -30,9 +30,11 @@ def update_of(measured: Measurements, learner: LearnerCost) -> str:
 
 def _environments(measured: Measurements, envs: int) -> str:
     alone = envs / max(at(measured.env_tick, envs), 1e-9)
-    stepping = at(measured.actor_cpu, envs) - at(measured.act, envs)  # and writing down, which is little
-    core = f", {envs / stepping:,.0f} for each core's time" if stepping > 0 else ""
-    return f"{alone:,.0f} steps/s by {envs} alone{core}"
+    rest = at(measured.actor_cpu, envs) - at(measured.act, envs)
+    core = (
+        f"; with what an actor does besides its network, {envs / rest:,.0f} for a core's whole time" if rest > 0 else ""
+    )
+    return f"{alone:,.0f} steps/s by {envs} that do nothing else{core}"
 
 
 def _inference(measured: Measurements, envs: int) -> str:
@@ -51,6 +53,7 @@ def _messages(measured: Measurements) -> str:
 
 
 def _memory(resources: Resources) -> str:
-    gib = f"{resources.memory / 2**30:.1f} GiB free, {resources.shared_memory / 2**30:.1f} GiB of it to share"
+    free, shared = resources.memory / 2**30, resources.shared_memory / 2**30
+    gib = f"{free:.1f} GiB free, {shared:.1f} GiB in the folder for shared memory"
     gpus = ", ".join(f"{gpu.memory / 2**30:.0f} GiB on GPU {number}" for number, gpu in enumerate(resources.gpus))
     return f"{gib}{f', {gpus}' if gpus else ''}"

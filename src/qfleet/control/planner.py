@@ -280,7 +280,11 @@ def _roles(experiment: Experiment, best: Sequence[Tried]) -> tuple[PlannedRole, 
 
 def _memory(experiment: Experiment, measured: Measurements, resources: Resources) -> str:
     size = replay_bytes(experiment, measured)
-    return f"the full replay takes {size / 2**30:.2f} GiB, {resources.memory / 2**30:.1f} GiB are free"
+    return f"the full replay takes {_in_units(size)}, {resources.memory / 2**30:.1f} GiB are free"
+
+
+def _in_units(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
 
 
 def _problems(experiment: Experiment, measured: Measurements, resources: Resources) -> tuple[str, ...]:

@@ -32,6 +32,8 @@ _WORK = {"actor": "env_steps", "learner": "updates", "worker": "gradients", "ser
 """What the speed of a role is counted in, by its kind: one of its metrics."""
 _COUNTED = {"actors": ("actor",), "learners": ("learner", "worker", "fused"), "shards": ("replay",)}
 """Which kinds of roles are counted together, by the name of their number; a fused loop is a learner that acts."""
+_LONG_STEP_S, _NAMED = 5.0, 3
+"""A step that takes longer is told of, of so many roles at most."""
 
 
 class Progress:
@@ -114,7 +116,9 @@ class Progress:
             record["cores_busy"] = load.busy
         if shares:
             by_kind = {kind: list(busy.values()) for kind, busy in shares.items()}
-            record["bottleneck"] = side_by_side(by_kind, load) if self._beside else in_turns(by_kind)
+            record["bottleneck"] = (
+                _in_one_step(reports) + side_by_side(by_kind, load) if self._beside else in_turns(by_kind)
+            )
         return record
 
     def _load(self, used: dict[str, float]) -> Load | None:
@@ -122,6 +126,14 @@ class Progress:
         if self._cores is None or (busy := self._cores.busy()) is None:
             return None
         return Load(self._cores.count, busy, used)
+
+
+def _in_one_step(reports: Sequence[Report]) -> str:
+    """Name those whose present step takes long, as that of an environment that hangs: until it ends they seem idle."""
+    long = [one for one in reports if one.phase == "running" and one.step_s >= _LONG_STEP_S]
+    named = [f"{one.kind}.{one.index} is in one step for {one.step_s:.0f} s" for one in long[:_NAMED]]
+    more = [f"{len(long) - _NAMED} more are in one, too"] if len(long) > _NAMED else []
+    return "".join(f"{text}; " for text in [*named, *more])
 
 
 def _present(reports: Sequence[Report]) -> dict[str, int]:

@@ -1,4 +1,5 @@
-"""How long a step of each environment takes, by a few samples: one long step, such as a reset, says nothing."""
+"""How long a step of each environment takes, at the least of a few samples: what a busy machine or a reset adds to one
+of them says nothing of the environment."""
 
 from __future__ import annotations
 
@@ -41,5 +42,6 @@ class StepTimes:
 
     @property
     def seconds(self) -> NDArray[np.float64]:
-        """The median of each environment's samples [E]; 0 before the first."""
-        return np.median(self._samples, axis=1) if self._taken.any() else np.zeros(len(self._taken))
+        """The least of each environment's samples [E]; 0 before the first."""
+        least: NDArray[np.float64] = self._samples.min(axis=1)
+        return least

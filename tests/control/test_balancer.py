@@ -198,7 +198,7 @@ def test_a_pause_of_the_run_is_not_held_against_a_change() -> None:
     run = Machine(Fleet(cores=5, actors=2, spare=1, envs=4), learner=3000.0)
     assert kinds(run.go(5)) == ["wake"]
     run.now += 20  # a checkpoint
-    run.balancer.interrupted()
+    run.balancer.stood_still()
     assert kinds(run.go(10)) == ["kept"]
 
 

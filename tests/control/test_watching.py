@@ -12,6 +12,7 @@ import pytest
 from plan_cases import experiment
 
 from qfleet.control import balancer
+from qfleet.control import monitor as monitor_module
 from qfleet.control.balancer import Decision
 from qfleet.control.monitor import Callbacks, Monitor
 from qfleet.control.progress import Progress
@@ -173,3 +174,25 @@ def test_a_judgement_becomes_an_event_with_its_cause_and_with_where_inference_is
     first, second = steering.look(0.0, 0, [])
     assert (first["because"], first["inference"], first["before"], first["after"]) == ("actors wait", "local", 10, 20)
     assert second.keys() == {"event", "decision", "role", "index", "text", "applied"}
+
+
+@pytest.mark.parametrize(("took_s", "forgotten"), [(0.05, []), (0.5, ["stood still"])])
+def test_only_a_long_pause_has_the_balancer_forget_what_it_saw(
+    took_s: float, forgotten: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a checkpoint a second it forgot each time, and never saw enough to decide anything."""
+    now, told = [0.0], []
+    monkeypatch.setattr(monitor_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(Steering, "stood_still", lambda steering: told.append("stood still"))
+    counter = SimpleNamespace(total=lambda: 0)
+    orders = SimpleNamespace(publish=lambda orders: None)
+    handles = SimpleNamespace(events=(), env_steps=counter, updates=counter, samples=counter, orders=orders)
+
+    def save(steps: int, standing: Any, best: Any) -> Saving:
+        now[0] += took_s
+        return Saving(steps, lambda: Path("none"), lambda: None)
+
+    run = experiment(balance="on", placement="processes", actors=3)
+    monitor = Monitor(run, ThreeActors(), handles, [], Callbacks(), save=save)  # type: ignore[arg-type]
+    monitor._begin_saving().join()
+    assert told == forgotten

@@ -431,3 +431,16 @@ def test_roles_report_also_where_there_is_always_another_command() -> None:
         wait_until(reported, "all have reported")
     finally:
         placement.close()
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+def test_a_role_that_took_long_to_be_built_is_not_in_a_long_step_when_it_is_ready(hurried: bool) -> None:
+    """It was killed before it could report: no such run ever began, and one SIGTERM meanwhile lost the run."""
+    stall = 600.0 if hurried else 2.0
+    placement = ProcessPlacement(
+        kept_pipeline(20, pace_s=0.01, producer_fault="slow build"), stall=stall, brief=("kept_producer",)
+    )
+    if hurried:
+        placement.hurry()
+    assert run_to_end(placement)["kept_consumer"]["position"] == 20
+    assert not placement.incidents()

@@ -258,6 +258,8 @@ class Kept(Toy):
         self.again = 0
         if settings.fault == "build" and self.keep.life == 0:
             os.kill(os.getpid(), signal.SIGKILL)
+        if settings.fault == "slow build":
+            time.sleep(4.0)
         if settings.fault == f"environment in life {self.keep.life}, being built":
             raise EnvironmentFault("the robot cannot stand up.")
         if settings.fault == "segfault":

@@ -122,7 +122,7 @@ class Balancer:
         self._looks, self._blind_until = [], now + SETTLE_S
         return self._unjudged(now) if self._trial is not None else []
 
-    def interrupted(self) -> None:
+    def stood_still(self) -> None:
         """Forget the last seconds: the run stood still, which is nobody's fault."""
         self._looks = []
 

@@ -98,7 +98,7 @@ class Growing:
                 events += self._carry_out(change, now)
         return events + self._answer()
 
-    def interrupted(self) -> None:
+    def stood_still(self) -> None:
         """Forget the last seconds: the run stood still, which is nobody's fault."""
         self._looks = []
 
@@ -219,7 +219,7 @@ class Growing:
         else:
             hindrance = self._placement.share(ReplayShard.kind, change.after)
         seconds = time.perf_counter() - began
-        self.interrupted()
+        self.stood_still()
         trial = _trial(change)
         self._hindered[trial] = hindrance
         if not hindrance:

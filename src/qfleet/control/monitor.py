@@ -29,6 +29,8 @@ from qfleet.observe.sinks import Sink
 
 StopReason = Literal["budget", "target", "patience", "callback", "interrupt"]
 Metrics = dict[str, Any]
+_LONG_PAUSE_S = 0.2
+"""A pause that is longer must not be held against any role."""
 _ATTEND_S = 0.02
 """How often it is looked whether the last checkpoint is written."""
 _LAST_TRIES = 3
@@ -308,6 +310,7 @@ class Monitor:
 
     def _begin_saving(self) -> Saving:
         """Take the whole run as it is now, for a checkpoint that is written while it goes on."""
+        began = time.perf_counter()
         self.placement.pause()  # so that the counters say what is saved
         env_steps = self.handles.env_steps.total()
         self._due.begin(env_steps)
@@ -315,11 +318,14 @@ class Monitor:
         if self._steering is not None:
             self.standing.envs, self.standing.deadlines_ms = self._steering.paused()
         if self.growing is not None:
-            self.growing.interrupted()
             self.standing.actors, self.standing.learners, self.standing.shards = self.growing.presence()
         self._moved = False
         self._saved_best = self._best
         self.saving = self.save(env_steps, self.standing, self._best)
+        if time.perf_counter() - began > _LONG_PAUSE_S:  # else who forgot each time would never see enough
+            for watching in (self._steering, self.growing):
+                if watching is not None:
+                    watching.stood_still()
         return self.saving
 
     def _written(self, saving: Saving) -> None:

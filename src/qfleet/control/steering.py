@@ -50,10 +50,13 @@ class Steering:
         return [_event(decision) for decision in self._balancer.regrouped(now)]
 
     def paused(self) -> tuple[list[int], list[float]]:
-        """Note that the run stands still for a while; returns the orders in force, to be saved with it."""
-        self._balancer.interrupted()
+        """Return the orders in force, to be saved with a run that stands still."""
         orders = self._balancer.orders
         return list(orders.envs), list(orders.deadlines_ms)
+
+    def stood_still(self) -> None:
+        """Note that the run stood still for long."""
+        self._balancer.stood_still()
 
     def _publish(self) -> None:
         if self._edge is not None:

@@ -48,7 +48,9 @@ class Stragglers:
         rates = {i: rate / acting[i] for i, rate in span.grown("actor", "env_steps").items() if acting[i]}
         usual = median(rates.values()) if len(rates) > 1 else 0.0
         shares = {index: rate / usual for index, rate in rates.items()} if usual > 0 else {}
-        if shares:
+        if len(rates) < 2:
+            self._behind = set()  # nobody is left to be behind of
+        elif shares:
             self._behind = {i for i, share in shares.items() if share < (RECOVERED if i in self._behind else SLOW)}
         late = [one for one in looks if looks[-1].at - one.at <= LASTING_S]
         self._uneven = {i for i, rate in rates.items() if _is_uneven(late, i, rate, i in uneven)}
@@ -59,8 +61,8 @@ class Stragglers:
                 found.append(Finding("straggler", index, self._why(span, index, steps, shares)))
             elif index in before - self.actors:
                 even = "its environments that act are about equally fast"
-                again = even if index in uneven else f"{shares[index]:.0%} of the others' median again"
-                found.append(Finding("recovered", index, again))
+                again = f"{shares[index]:.0%} of the others' median again" if index in shares else "no other acts"
+                found.append(Finding("recovered", index, even if index in uneven else again))
         return found
 
     def _why(self, span: Span, index: int, steps: str, shares: Mapping[int, float]) -> str:

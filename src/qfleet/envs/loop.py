@@ -84,7 +84,7 @@ class LoopEnv(VectorEnv):
         finished: list[int] = []
         finals: list[Leaves] = []
         final_masks: list[Bools | None] = []
-        valid, lost = ~self._still, []
+        valid, lost, live = ~self._still, [], (~self._still).tolist()
         table, logs = self._table, self._journal.actions
         timing, seconds, began = self.timing, self.step_seconds, 0.0
         for index, (env, number) in enumerate(zip(self._envs, action.tolist(), strict=True)):
@@ -95,7 +95,8 @@ class LoopEnv(VectorEnv):
                 if timing:
                     seconds[index] = time.perf_counter() - began
                 rewards[index] = float(reward)
-                logs[index].append(number)
+                if live[index]:
+                    logs[index].append(number)
                 if ended or stopped:
                     terminated[index], truncated[index] = ended, stopped
                     # Copied before the reset: many environments write every observation into one buffer.
@@ -138,7 +139,7 @@ class LoopEnv(VectorEnv):
 
     def _mended(self, index: int, fault: EnvironmentFault) -> tuple[Any, dict[str, Any]]:
         """Return the first pair of a new environment in place of one that was lost; raises the fault where there may be
-        none, or all have been given up."""
+        none."""
         if not self._makers:
             raise fault from fault.__cause__
         first, found = None, fault
@@ -155,39 +156,52 @@ class LoopEnv(VectorEnv):
                 found = another
         if given_up:
             self._envs[index], self._still[index] = Still(self._envs[index], first), True
-            if self._still.all():
-                raise fault from fault.__cause__
+            self.last_words = fault
         return first
 
     def _replaced(self, index: int) -> tuple[Any, dict[str, Any]]:
         """Make environment `index` anew and begin an episode; return its first pair."""
-        close_quietly(self._envs[index])
+        self.making = True
         try:
+            close_quietly(self._envs[index])
             self._envs[index] = self._makers[index]()
-        except KeyboardInterrupt:
+            if self._judging:
+                self._repeat(index)
+            return self._begin(index, seeded=True)
+        except (EnvironmentFault, KeyboardInterrupt):
             raise
         except BaseException as error:
             raise self._raised(index, "its constructor", error) from error
-        if self._judging:
-            self._repeat(index)
-        return self._begin(index, seeded=True)
+        finally:
+            self.making = False
 
     def _backend_state(self) -> State:
-        return self._journal.state_dict()
+        return {**self._journal.state_dict(), "losses": list(self._losses), "still": self._still.tolist()}
 
     def _replay(self, state: State) -> tuple[Leaves, Bools | None]:
         self._journal.load_state_dict(state)
-        last: list[tuple[Any, dict[str, Any]]] = []
-        for index, env in enumerate(self._envs):
-            actions = [self._table[number] for number in self._journal.actions[index]]
-            try:
-                last.append(replay(env, self._journal.seeds[index], actions))
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                what = raised("replaying its journal", error)
-                raise self._fault(index, what) from error
+        nobody = [0] * self.num_envs  # in checkpoints of former versions
+        self._losses = [int(count) for count in state.get("losses", nobody)]
+        self._unplayed[:] = False
+        last = [self._returned(index, bool(state.get("still", nobody)[index])) for index in self._all.tolist()]
         return self._arrays([observation for observation, _ in last], [info for _, info in last], None)
+
+    def _returned(self, index: int, still: bool) -> tuple[Any, dict[str, Any]]:
+        """Bring environment `index` back to where it was; return its last pair."""
+        actions = [self._table[number] for number in self._journal.actions[index]]
+        try:
+            pair = replay(self._envs[index], self._journal.seeds[index], actions)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            fault = self._fault(index, raised("replaying its journal", error))
+            if not self._makers:
+                raise fault from error
+            fault.__cause__, self._unplayed[index] = error, True
+            return self._mended(index, fault)
+        if still:
+            self._envs[index], self._still[index] = Still(self._envs[index], pair), True
+        return pair
 
     def _begin(self, index: int, seeded: bool) -> tuple[Any, dict[str, Any]]:
         """Begin an episode of environment `index`, from its next seed if `seeded`; return its first pair."""

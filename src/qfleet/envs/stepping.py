@@ -113,6 +113,16 @@ class Stepping(ABC):
         pairs = zip(self._members, self._vectors, strict=True)
         return [int(members[index]) for members, vector in pairs for index in vector.given_up()]
 
+    def _require_one(self, tick: Tick) -> None:
+        """Raise what the last environment said if all have been given up."""
+        if not tick.valid.any() and len(self.given_up()) == self.num_envs:
+            raise next(vector.last_words for vector in self._vectors if vector.last_words is not None)
+
+    @property
+    def making(self) -> bool:
+        """Whether an environment is being made anew."""
+        return any(vector.making for vector in self._vectors)
+
     def helpers_cpu_s(self) -> float:
         """Return the processor time so far of the processes that environments have of their own."""
         return sum(vector.helpers_cpu_s() for vector in self._vectors)
@@ -168,6 +178,7 @@ class Whole(Stepping):
         tick = vector.step(action)
         if vector.timing and vector.step_seconds is not None:
             self._times.note(envs, vector.step_seconds)
+        self._require_one(tick)
         return Part(envs, tick)
 
     def state_dict(self) -> State:
@@ -248,7 +259,9 @@ class Grouped(Stepping):
         if step.vector.timing:
             each = step.vector.step_seconds
             self._times.note(step.envs, seconds if each is None else each)
-        return Part(step.envs, tick if step.rest is None else step.rest())
+        tick = tick if step.rest is None else step.rest()
+        self._require_one(tick)
+        return Part(step.envs, tick)
 
 
 class _Step(NamedTuple):

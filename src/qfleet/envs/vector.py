@@ -98,6 +98,10 @@ class VectorEnv(ABC):
         self._observation: Leaves = {}
         self._mask: Bools | None = None
         self._incidents: list[str] = []
+        self.making = False
+        """Whether one of them is being made anew, which may take as long as to make it the first time."""
+        self.last_words: EnvironmentFault | None = None
+        """Of the one that was given up last."""
         self._unplayed = np.zeros(num_envs, bool)  # after `_replay`: environments that it could not bring back
 
     def reset(self, seeds: Sequence[int]) -> tuple[Leaves, Bools | None]:

@@ -50,9 +50,12 @@ from qfleet.roles.progress import Progress
 from qfleet.roles.recorder import RolloutRecorder, RowRecorder
 from qfleet.roles.resting import Waiting
 from qfleet.roles.served import ServedActing
+from qfleet.roles.telling import Telling
 
 NO_ROOM = "what was sent is not used up yet"
 UNANSWERED = "the inference server has not answered"
+MAKING = "making"
+"""The phase of an actor one of whose environments is made anew."""
 IN_ENVS = "waiting for environments"
 """What an actor waits for, as its reports say: the balancer reads these."""
 _ORDERS_S = 0.1
@@ -123,7 +126,7 @@ class Actor(Role):
     kind = "actor"
 
     def __init__(self, setup: ActorSetup, handles: ActorHandles) -> None:
-        self._setup, self._handles = setup, handles
+        self._setup, self._handles, self._phase = setup, handles, "running"
         envs = setup.actor.envs
         self._first_env, self._total_envs = setup.index * envs, setup.actors * envs
         self._progress = Progress(handles.keep)
@@ -136,7 +139,7 @@ class Actor(Role):
             mends = handles.keep is not None  # inline a person wants to see where it was
             self._env = make_stepping(setup.env, envs, setup.actor.groups, setup.code.env, mends)
             self._pending = Pending(*self._env.reset(seeds))
-        self._waiting = Waiting(self._env.units, self._env.parts)
+        self._waiting, self._telling = Waiting(self._env.units, self._env.parts), Telling()
         # cut since the last message, to be named by the next one: the episodes of a former life are
         self._broken: Ints = np.arange(envs if life else 0)
         self._recorder: RowRecorder | RolloutRecorder = (
@@ -150,6 +153,15 @@ class Actor(Role):
         self._ticks = 0  # of the message that is being written
         self._returns, self._lengths, self._episodes, self._cuts = Window(100), Window(100), 0, 0
         self._return_sum = 0.0
+
+    @property
+    def phase(self) -> str:
+        """What the actor is doing now: a vector that makes an environment anew does not ask it before."""
+        return MAKING if self._env.making else self._phase
+
+    @phase.setter
+    def phase(self, now: str) -> None:
+        self._phase = now
 
     def step(self) -> Status:
         """Act for a few ticks and send what happened."""
@@ -261,7 +273,7 @@ class Actor(Role):
             self._episodes += 1
 
     def _tell_incidents(self) -> None:
-        for text in self._env.incidents():
+        for text in self._telling.of(self._env.incidents()):
             if self._handles.events is not None and self._handles.events.ready():
                 self._handles.events.send(Notice(self.kind, self._setup.index, "environment", text))
 

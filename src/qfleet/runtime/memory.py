@@ -21,6 +21,7 @@ import numpy as np
 from qfleet.core.errors import QfleetError
 from qfleet.core.shared_memory import REMEDY, TOO_SMALL, free_shared_memory, shared_memory_root
 from qfleet.runtime.framing import Buffer, Frame, Sealed
+from qfleet.runtime.held_back import held_back
 
 
 class NoRoom(QfleetError):
@@ -47,10 +48,16 @@ class RunFolder:
         remove_leftovers(root)
         name = f"qfleet-{os.getpid()}-{secrets.token_hex(4)}"
         hidden = root / f".{name}"
-        hidden.mkdir(mode=0o700)
-        self._lock = os.open(hidden / "owner", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.path = hidden.rename(root / name)  # visible to others only when locked
+        with held_back() as held:
+            hidden.mkdir(mode=0o700)
+            self._lock = os.open(hidden / "owner", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self.path = hidden.rename(root / name)  # visible to others only when locked
+        try:
+            held.deliver()
+        except BaseException:
+            self.remove()
+            raise
 
     def remove(self) -> None:
         """Delete the folder and everything in it."""

@@ -265,7 +265,7 @@ class RevivingPlacement(SupervisedPlacement):
             hurried_s = waited if member.name in self._brief else 0.0
             report = member.report
             if report.phase == "starting" and member.ready_at is not None:
-                report = replace(report, phase="running")  # it was ready, and has not reported since
+                report = replace(report, phase="running", step_s=now - member.ready_at)  # it has not reported since
             verdict = self._watchdog.verdict(member.name, report, replaceable, now, self._pausing, hurried_s)
             if life is not None and verdict:
                 life.condemn(verdict)

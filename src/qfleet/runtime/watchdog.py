@@ -16,6 +16,7 @@ _SILENT_S, _SILENT_PART = 4.0, 1 / 15
 environment keeps Python to itself; or such a part of a step in the phase "running", if that is longer."""
 _HURRIED_S = 3.0
 """How long a step may still take when a person wants the run to end, in phases that are done anew at little cost."""
+_ANEW = ("running", "evaluating", "making")
 _STANDSTILL_S = 10.0
 _NAMED = 4
 """So many of those for whom a role waits are named, the others counted."""
@@ -66,7 +67,7 @@ class Watchdog:
         mute_s = max(limit, _MUTE_S)
         if pausing and replaceable and report.phase != "starting" and quiet_s < silent <= mute_s:
             return f"its process was silent for {silent:.0f} s while the others waited for it"
-        hurried = replaceable and report.phase in ("running", "evaluating") and hurried_s > _HURRIED_S
+        hurried = replaceable and report.phase in _ANEW and hurried_s > _HURRIED_S
         if hurried and report.step_s > _HURRIED_S:
             return f"it held up the end of the run: {report.step_s:.0f} s in one step, in phase '{report.phase}'"
         where = f"in phase '{report.phase}' (survival.stall_s {self.stall:g})"

@@ -69,10 +69,7 @@ class LoopEnv(VectorEnv):
 
     def _restart(self, which: Bools) -> tuple[Leaves, Bools | None]:
         chosen = np.flatnonzero(which).tolist()
-        for index in np.flatnonzero(which & self._still).tolist():
-            still = self._envs[index]
-            assert isinstance(still, Still)
-            self._envs[index], self._still[index], self._losses[index] = still.env, False, 0
+        self._take_back(which)
         begun = [self._begun(index) for index in chosen]
         return self._arrays([first for first, _ in begun], [info for _, info in begun], chosen)
 
@@ -130,6 +127,13 @@ class LoopEnv(VectorEnv):
             cut=np.array(lost, np.int64),
         )
 
+    def _take_back(self, which: Bools) -> None:
+        """Try again with those of them that were given up."""
+        for index in np.flatnonzero(which & self._still).tolist():
+            still = self._envs[index]
+            assert isinstance(still, Still)
+            self._envs[index], self._still[index], self._losses[index] = still.env, False, 0
+
     def _begun(self, index: int) -> tuple[Any, dict[str, Any]]:
         """Begin an episode of environment `index` from its next seed; return its first pair."""
         try:
@@ -180,6 +184,7 @@ class LoopEnv(VectorEnv):
 
     def _replay(self, state: State) -> tuple[Leaves, Bools | None]:
         self._journal.load_state_dict(state)
+        self._take_back(self._still)
         nobody = [0] * self.num_envs  # in checkpoints of former versions
         self._losses = [int(count) for count in state.get("losses", nobody)]
         self._unplayed[:] = False

@@ -141,11 +141,16 @@ def _scores(
             return found
         if asked():
             raise KeyboardInterrupt
-        placement.advance()
+        try:
+            placement.advance()
+        except RoleFailure:
+            if not len(found):
+                raise
+            return found  # its process died when all was said
         for incident in placement.incidents():
             progress.announce(_told(incident))
             progress.begin_anew()
-            if isinstance(incident, Incident) and incident.life > restarts:
+            if isinstance(incident, Incident) and incident.life > restarts and not len(found):
                 raise RoleFailure(FinalTest.kind, 0, f"{incident.cause}; that was death {incident.life}", died=True)
         progress.tell(int(placement.reports()[0].metrics.get("played", 0)))
 

@@ -20,6 +20,7 @@ from qfleet.core import seeding
 from qfleet.core.errors import CheckpointError, EnvironmentFault, RoleFailure
 from qfleet.core.protocols import Incident, Report
 from qfleet.core.shared_memory import shared_memory_root
+from qfleet.core.types import Evaluated, Version
 from qfleet.core.usercode import UserCode
 from qfleet.envs import env_spec
 from qfleet.experiment import Experiment, with_changes
@@ -93,6 +94,21 @@ def test_it_begins_anew_as_often_as_is_allowed_however_long_it_took(tmp_path: Pa
     assert placement.rounds == 2
 
 
+def test_a_death_after_its_scores_were_told_does_not_take_them_back(tmp_path: Path) -> None:
+    class Dying(FakePlacement):
+        def advance(self) -> None:
+            raise RoleFailure("test", 0, "its process was killed", died=True)
+
+        def receive(self) -> Evaluated | None:
+            self.rounds += 1
+            scores = np.array([3.0, 4.0])
+            return Evaluated(Version(), 0, scores, np.ones(2, np.int64), 0.0, False, None) if self.rounds == 1 else None
+
+    dying = Dying([])
+    scores = playing._scores(dying, dying, playing.Progress(2, lambda event: None), lambda: False, restarts=0)
+    assert scores.tolist() == [3.0, 4.0]
+
+
 class FakePlacement:
     """A test that dies once in each round, and the stream of what it says."""
 
@@ -110,7 +126,7 @@ class FakePlacement:
     def reports(self) -> list[Report]:
         return [Report("test", 0, "evaluating", {}, 0.0, {})]
 
-    def receive(self) -> None:
+    def receive(self) -> Evaluated | None:
         return None
 
 

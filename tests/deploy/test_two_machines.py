@@ -122,7 +122,7 @@ def test_the_commands_of_the_page_on_two_machines(tmp_path: Path) -> None:
         done = first.run(f"{command} {SHORT} {SMALL}", known, seconds=600)
         roles: dict[str, Any] = {"here": here.stop(), "there": there.stop()}
         assert done.returncode == 0, done.stdout
-        assert roles == {"here": {"replay-0", "learner-0", "evaluator-0"}, "there": {"actor-0", "actor-1"}}
+        assert roles == {"here": {"replay-0", "learner-0", "evaluator-0", "test-0"}, "there": {"actor-0", "actor-1"}}
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["env_steps"] >= 240
         learn_across(first, second, known, tmp_path / "group")
         for machine in (second, first):

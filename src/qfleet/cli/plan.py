@@ -103,7 +103,7 @@ def show(plan: Plan, console: Console) -> None:
     width = max(len(name) for name, _ in told)
     _list(told, width, console)
     if plan.measurements is not None and plan.resources is not None:
-        from qfleet.control.measured import told as measured_told  # here, as it loads much
+        from qfleet.control.measurements_text import told as measured_told  # here, as it loads much
 
         curve = plan.measurements.env_tick
         envs = int(plan.settings.get("actor.envs", curve[len(curve) // 2][0]))

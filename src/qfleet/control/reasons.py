@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from qfleet.control.measured import update_of
 from qfleet.control.measurements import QUIET, LearnerCost, Measurements, at
+from qfleet.control.measurements_text import update_of
 from qfleet.control.planner_limits import ranks_on_gpus
 from qfleet.control.prediction import (
     WIDE,

@@ -125,6 +125,16 @@ def test_with_none_left_the_last_ones_fault_is_raised_and_not_before(groups: int
         assert len(env.incidents()) == 4 * LOSSES
 
 
+def test_a_run_that_was_saved_when_the_last_one_had_just_been_given_up_says_so():
+    env = made(1, "exception")
+    while not env.given_up():
+        play(env, 1)
+    with closing(make_stepping(CONFIG, 1, 1, partial(Faulty, "exception"), mends=True)) as other:
+        other._vectors[0].load_state_dict(env.state_dict())
+        with pytest.raises(EnvironmentFault, match="all had been given up when the run was saved"):
+            step_all(other, 1)
+
+
 def step_all(env: Any, ticks: int) -> None:
     for _ in range(ticks):
         for part in env.parts:

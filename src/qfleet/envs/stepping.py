@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from qfleet.core.errors import EnvironmentFault
 from qfleet.core.protocols import Waitable
 from qfleet.core.role import State
 from qfleet.core.spec import EnvSpec
@@ -116,7 +117,8 @@ class Stepping(ABC):
     def _require_one(self, tick: Tick) -> None:
         """Raise what the last environment said if all have been given up."""
         if not tick.valid.any() and len(self.given_up()) == self.num_envs:
-            raise next(vector.last_words for vector in self._vectors if vector.last_words is not None)
+            said = (vector.last_words for vector in self._vectors if vector.last_words is not None)
+            raise next(said, EnvironmentFault("no environment is left: all had been given up when the run was saved"))
 
     @property
     def making(self) -> bool:

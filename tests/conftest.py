@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import settings
 
+from qfleet.core.saving import Saving
 from ray_nodes import OtherNode, other_node
 
 # `make test` repeats the same examples; `make test-all` looks for new ones.
@@ -74,6 +75,12 @@ def ray_session() -> Iterator[None]:
             stop_local()
     yield
     stop_local()
+
+
+@pytest.fixture
+def written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process wait for their checkpoints to be written: a slow disk makes them longer, not different."""
+    monkeypatch.setattr(Saving, "done", property(lambda saving: saving.join() is None))
 
 
 @pytest.fixture

@@ -82,10 +82,11 @@ def test_an_object_store_in_memory_will_do(tmp_path):
     assert not (tmp_path / "second").exists()
 
 
+@pytest.mark.usefixtures("written_at_once")
 def test_a_store_that_fails_is_told_and_tried_again_and_never_ends_a_run(unreliable, tmp_path, monkeypatch):
     monkeypatch.setattr("qfleet.control.due.RETRY_S", 0.0)
     unreliable.failing = range(3, 4)  # in the first checkpoint, which is never the last
-    long = run(f"unreliable://{tmp_path}/store", env_steps=4000)  # on any machine two more come, which push it out
+    long = run(f"unreliable://{tmp_path}/store", env_steps=1000)  # two more come, which push it out
     done = api.train(long, seed=5, run_dir=tmp_path / "run")
     events = [json.loads(line) for line in (done.dir / "events.jsonl").read_text().splitlines()]
     told = [event["text"] for event in events if event.get("kind") == "unsaved"]

@@ -99,22 +99,22 @@ def test_loops_that_take_turns_in_one_process_have_the_numbers_of_processes(name
 
 
 class Killer:
-    """Kills a rank when the run has come a number of steps; between two checkpoints, if it is told where these are."""
+    """Kills a rank when the run has come a number of steps; well after a checkpoint, if it is told where these are."""
 
     def __init__(self, at: int, saved: Path | None = None, every: int = 0) -> None:
         self._at, self._saved, self._every, self.placement = at, saved, every, None
 
     def on_step(self, metrics: dict[str, Any], stop: Any) -> None:
-        if self._at and metrics["env_steps"] >= self._at and self._between(metrics["env_steps"]):
+        if self._at and metrics["env_steps"] >= self._at and self._well_after(metrics["env_steps"]):
             os.kill(self.placement.pids()["fused-1"], signal.SIGKILL)
             self._at = 0
 
-    def _between(self, env_steps: int) -> bool:
-        """Return whether the last checkpoint that was due is there, and a third of the way to the next one is made."""
+    def _well_after(self, env_steps: int) -> bool:
+        """Return whether a third of the way from the last checkpoint to the next one is made."""
         if self._saved is None:
             return True
-        made = [int(path.name) // self._every for path in checkpoint.complete(self._saved)]
-        return env_steps // self._every in made and env_steps % self._every > self._every / 3
+        made = checkpoint.complete(self._saved)
+        return bool(made) and env_steps - int(made[-1].name) > self._every / 3
 
     def placed(self, *arguments: Any) -> Any:
         self.placement = place(*arguments)

@@ -132,6 +132,7 @@ def test_a_bad_configuration_found_while_running_keeps_what_there_is(tmp_path):
     assert (tmp_path / "run" / "events.jsonl").is_file()
 
 
+@pytest.mark.usefixtures("written_at_once")
 def test_checkpoints_come_by_time_too_and_change_nothing(tmp_path):
     long = {"env_steps": 8000, "checkpoint.every": 10**6}  # so that several times pass on a fast machine, too
     often = qfleet.train(short(**long, **{"checkpoint.every_s": 0.05}), seed=6, run_dir=tmp_path / "often")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits_f
     assert fingerprint(run) == fingerprint(uncut)
 
 
+@pytest.mark.usefixtures("written_at_once")
 def test_never_more_is_new_than_an_end_can_soon_write(tmp_path: Path) -> None:
     """The last checkpoint had all rows since the one before, seven gigabytes of frames: SIGTERM took a minute."""
     wide = {"env.id": "wide_env:Wide-v0", "checkpoint.every": 10**6, "replay.capacity": 5000}
@@ -69,6 +71,27 @@ def test_never_more_is_new_than_an_end_can_soon_write(tmp_path: Path) -> None:
     assert all(later - earlier < 1.1 * 1e6 / 4096 for earlier, later in itertools.pairwise([0, *steps]))
     sizes = [path.stat().st_size for path in (run.dir / "checkpoints" / "chunks").glob("*.safetensors")]
     assert 1200 * 4096 < sum(sizes) < 1.2 * 1200 * 4096, "each row is written about once"
+
+
+def test_a_run_that_is_to_end_stands_still_while_an_earlier_checkpoint_is_still_written(tmp_path, monkeypatch):
+    """It went on for as long as the disk took: 15,000 steps more than anybody asked for."""
+    stopped, publish = threading.Event(), checkpoint.publish
+
+    def slowly(*arguments: Any) -> Path:
+        assert stopped.wait(60)
+        time.sleep(0.5)
+        return publish(*arguments)
+
+    def on_step(metrics: dict[str, Any], stop: Any) -> None:
+        if metrics["env_steps"] >= 1500:
+            stop()
+            stopped.set()
+
+    monkeypatch.setattr(checkpoint, "publish", slowly)
+    long = short(env_steps=100_000, placement="processes")
+    run = qfleet.train(long, run_dir=tmp_path / "run", callbacks=Callbacks(on_step=on_step))
+    records = list(read_jsonl(run.dir / "metrics.jsonl"))
+    assert run.summary["env_steps"] == records[-1]["env_steps"], "that of the end is made when it stops"
 
 
 def test_a_checkpoint_written_beside_training_is_of_the_moment_when_it_was_taken(tmp_path, monkeypatch):

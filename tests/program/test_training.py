@@ -89,6 +89,7 @@ def test_patience_stops_a_run_that_gets_no_better(tmp_path):
     assert run.summary["env_steps"] < 1000
 
 
+@pytest.mark.usefixtures("written_at_once")
 @pytest.mark.parametrize("name", ["on_evaluation", "on_checkpoint"])
 def test_callbacks_are_given_metrics_and_can_stop_the_run(name, tmp_path):
     seen: list[dict[str, Any]] = []

@@ -153,6 +153,7 @@ class Monitor:
             self._moved = True
             self._observe()
         reason = self.stopping or "budget"
+        self.placement.pause()  # an earlier checkpoint may still be written for long
         self._tell_incidents()
         self._record()
         self._save_last()

@@ -227,8 +227,6 @@ def _samples(experiment: Experiment) -> Rules:
         (_replaying(experiment) and experiment.fused and env_steps <= envs * (n_step + 2),
          f"env_steps {env_steps} ends before the environments (actor.envs {envs}) have made their"
          f" first windows of agent.n_step {n_step}: nothing would be learned"),
-        (memory is not None and experiment.values_by_actors,
-         "replay.sampler.initial 'actor' is for single transitions: agent.memory needs 'maximum'"),
         (capacity < sequences,
          f"replay.capacity {capacity} is too small for the sequences of agent.memory: its length and"
          f" burn_in need {sequences} rows or more for {experiment.seats * envs} environments"),

@@ -21,7 +21,6 @@ from qfleet.experiment import Experiment
 from qfleet.parallel.devices import LAST, gpu_memory, server_turn
 from qfleet.replay import SequenceWindow
 from qfleet.replay.storage import Lz4Config, RamConfig
-from qfleet.replay.store import row_bytes
 from qfleet.roles.actor import ActorSetup
 from qfleet.roles.evaluator import EvaluatorSetup
 from qfleet.roles.fused import FusedSetup
@@ -133,6 +132,7 @@ def shard_setup(experiment: Experiment, spec: EnvSpec, directory: Path, index: i
         directory=directory / ("replay" if parts == 1 else f"replay-{index}"),
         look_again_s=LOOK_AGAIN_S if parts > 1 and not experiment.in_turns else None,
         sequence=_sequence(agent),
+        judged_by=agent if agent.memory is not None and experiment.values_by_actors else None,
         extras=_extras(agent),
         mirrored=mirrored(experiment, spec),
     )
@@ -143,7 +143,7 @@ def saved_row_bytes(experiment: Experiment, spec: EnvSpec) -> float:
     if experiment.fused or not isinstance(experiment.agent, ReplayAgent):
         return 0.0
     shard = shard_setup(experiment, spec, Path())
-    plain = row_bytes(RamConfig(), spec, shard.sequence is not None, shard.extras)  # mapped rows are saved, too
+    plain = shard.row_bytes(RamConfig())  # mapped rows are saved, too
     return plain / SAVED_COMPRESSION if isinstance(experiment.replay.storage, Lz4Config) else plain
 
 

@@ -10,7 +10,6 @@ from qfleet.core.spec import EnvSpec
 from qfleet.core.usercode import UserCode
 from qfleet.experiment import Experiment
 from qfleet.program import ASKED, prefetch
-from qfleet.replay.store import row_bytes
 from qfleet.roles.inference_server import ServedInference
 from qfleet.runtime.memory import free_bytes
 from qfleet.setups import shard_setup
@@ -71,7 +70,7 @@ def shared_bytes(experiment: Experiment, spec: EnvSpec, code: UserCode) -> dict[
         return {**needed, "actor.envs": rows * ticks * stacks}
     shard = shard_setup(experiment, spec, shared_memory_root())
     steps = 2 if shard.sequence is None else shard.sequence.length + 1
-    row = row_bytes(experiment.replay.storage, spec, shard.sequence is not None, shard.extras)
+    row = shard.row_bytes(experiment.replay.storage)
     drawn = experiment.learner.batch_size * experiment.learner.updates_per_draw
     batches = experiment.replay_parts * slots * drawn * experiment.parallel.split
     return {

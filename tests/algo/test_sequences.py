@@ -16,7 +16,7 @@ from qfleet.algo.networks import QNetwork, build_network
 from qfleet.algo.optim import SgdConfig
 from qfleet.algo.recurrent import MemoryConfig
 from qfleet.algo.sequence_updates import SequenceUpdate
-from qfleet.algo.sequences import LAST_ACTION, STATE, sequence_loss, sequence_tensors, stored
+from qfleet.algo.sequences import LAST_ACTION, STATE, first_priorities, sequence_loss, sequence_tensors, stored
 from qfleet.algo.torsos import MlpConfig
 from qfleet.algo.updates import build_update
 from qfleet.core.spec import PLAIN
@@ -121,6 +121,28 @@ def test_the_loss_equals_a_loop_over_steps(seed, length, burn_in, n_step, double
     expected = [by_hand(agent, online, target, batch, row) for row in range(4)]
     np.testing.assert_allclose(found.per_sample.detach(), [e[0] for e in expected], rtol=2e-4, atol=2e-5)
     np.testing.assert_allclose(found.priority, [e[1] for e in expected], rtol=2e-4, atol=2e-5)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    length=st.integers(1, 5),
+    burn_in=st.integers(0, 3),
+    n_step=st.integers(1, 7),
+    masked=st.booleans(),
+    ends=st.sampled_from(["terminated", "truncated"]),
+)
+def test_the_values_of_an_actor_give_the_priorities_that_a_learner_would(seed, length, burn_in, n_step, masked, ends):
+    rng, total = np.random.default_rng(seed), length + burn_in
+    agent = agent_of(length, burn_in, n_step=n_step, gamma=0.9)
+    network, steps = network_of(agent, 1), rng.integers(1, total + 1, 4).tolist()
+    batch = make_sequences(rng, steps, total, ends, (rng.random(4) < 0.5).tolist(), masked)
+    values = np.stack([values_of(network, batch, row) for row in range(4)]).astype(np.float32)
+    allowed = values if batch.mask is None else np.where(batch.mask, values, -np.inf)
+    taken = np.take_along_axis(values[:, :-1], batch.action[..., None], 2)[..., 0]
+    found = first_priorities(agent, dataclasses.replace(batch, observation={}, mask=None), taken, allowed.max(2))
+    expected = [by_hand(agent, network, network, batch, row)[1] for row in range(4)]
+    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5)
 
 
 def loss_and_gradient(agent, batch, target_seed=2):

@@ -23,7 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "nstep": {"learner.updates_per_draw": 3, "learner.train_period": 4.0},
     "pqn": {"actors": 2, "actor.envs": 4, "agent.rollout_length": 8},
     "tabular": {"actors": 2, "actor.envs": 1, "env_steps": 120, "evaluation.every": 50},
-    "r2d2": {"actors": 2, "actor.envs": 4, "learner.train_period": 24.0},
+    "r2d2": {"actors": 2, "actor.envs": 4, "learner.train_period": 24.0, "replay.sampler.initial": "actor"},
 }
 
 

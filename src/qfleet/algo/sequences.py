@@ -39,6 +39,11 @@ class TensorSequences:
     size: int
     """Sequences of the whole batch, over all learner ranks."""
 
+    @property
+    def fresh(self) -> Tensor:
+        """Which sequences [B] are an episode's start: their state is exact, and every step is learned from."""
+        return self.last_action[:, 0] == 0
+
 
 def stored(state: Floats) -> Leaves:
     """Return what is kept in the replay of the memories [E, S] before a step; 16 bits are enough for a start."""
@@ -66,21 +71,29 @@ def sequence_tensors(batch: SequenceBatch, device: torch.device) -> TensorSequen
 def sequence_loss(agent: ReplayAgent, online: QNetwork, target: QNetwork, batch: TensorSequences) -> Loss:
     """Return each sequence's mean error over the steps that are learned from, and its priority."""
     assert agent.memory is not None
-    fresh = batch.last_action[:, 0] == 0  # an episode's start: its state is exact, and every step is learned from
-    output = _unroll(agent.memory.burn_in, online, batch, fresh)
+    output = _unroll(agent.memory.burn_in, online, batch)
     with torch.no_grad():
-        following = _unroll(agent.memory.burn_in, target, batch, fresh)
+        following = _unroll(agent.memory.burn_in, target, batch)
         goal = n_step_goals(agent, output.detach() if agent.double else following, following, batch)
     value = output[:, :-1].gather(2, batch.action.unsqueeze(2)).squeeze(2)
-    burnt_in = torch.arange(batch.action.shape[1], device=value.device) >= agent.memory.burn_in
-    learned = (batch.valid & (burnt_in | fresh.unsqueeze(1))).to(value.dtype)
-    share = learned / learned.sum(1, keepdim=True).clamp(min=1)
+    share = _shares(agent.memory.burn_in, batch)
     errors = value_error(value, goal, agent.loss, agent.huber_threshold)
     value = value.detach()
-    sizes = (goal - value).abs() * learned
-    priority = torch.lerp((sizes * share).sum(1), sizes.amax(1), agent.memory.eta)
     metrics = {"q_mean": (unscaled(value) * share).sum(1).mean()}
-    return Loss((errors * share).sum(1), priority, metrics)
+    return Loss((errors * share).sum(1), _priority(agent.memory.eta, goal - value, share), metrics)
+
+
+def first_priorities(agent: ReplayAgent, batch: SequenceBatch, value: Floats, best: Floats) -> Floats:
+    """Return the priorities [B] that sequences begin with, from the values that the actor acted by.
+
+    They are what a learner with these values would give them. `value` [B, L] is of the actions that were taken, `best`
+    [B, L + 1] the highest of each observation, both in the reward's own unit. The observations are not looked at.
+    """
+    assert agent.memory is not None
+    sequences = sequence_tensors(batch, torch.device("cpu"))
+    goal = n_step_returns(agent, torch.from_numpy(best), sequences)
+    error = goal - rescaled(torch.from_numpy(value))
+    return _priority(agent.memory.eta, error, _shares(agent.memory.burn_in, sequences)).numpy()
 
 
 def n_step_goals(agent: ReplayAgent, choosing: Tensor, valuing: Tensor, batch: TensorSequences) -> Tensor:
@@ -90,7 +103,11 @@ def n_step_goals(agent: ReplayAgent, choosing: Tensor, valuing: Tensor, batch: T
     that comes first, and bootstraps from the observation after it unless the episode terminated there.
     """
     best = allow(choosing, batch.mask).argmax(-1, keepdim=True)
-    value = unscaled(valuing.gather(2, best).squeeze(2))
+    return n_step_returns(agent, unscaled(valuing.gather(2, best).squeeze(2)), batch)
+
+
+def n_step_returns(agent: ReplayAgent, value: Tensor, batch: TensorSequences) -> Tensor:
+    """Return the rescaled n-step returns [B, L] of every step, from the value [B, L + 1] of each observation."""
     steps = _windows(batch.valid.to(value.dtype), agent.n_step).sum(2).long()
     powers = agent.gamma ** torch.arange(agent.n_step + 1, device=value.device, dtype=value.dtype)
     returns = _windows(batch.reward * batch.valid, agent.n_step) @ powers[:-1]
@@ -99,10 +116,23 @@ def n_step_goals(agent: ReplayAgent, choosing: Tensor, valuing: Tensor, batch: T
     return rescaled(returns + powers[steps] * (1 - ended) * value.gather(1, reached))
 
 
+def _shares(burn_in: int, batch: TensorSequences) -> Tensor:
+    """Return how much each step [B, L] counts in its sequence: equally, but for those that only burn in."""
+    burnt_in = torch.arange(batch.action.shape[1], device=batch.valid.device) >= burn_in
+    learned = (batch.valid & (burnt_in | batch.fresh.unsqueeze(1))).float()
+    return learned / learned.sum(1, keepdim=True).clamp(min=1)
+
+
+def _priority(eta: float, error: Tensor, share: Tensor) -> Tensor:
+    """Return the priority [B] of sequences: between the mean and the largest of the errors [B, L] that count."""
+    sizes = error.abs()
+    return torch.lerp((sizes * share).sum(1), (sizes * (share > 0)).amax(1), eta)
+
+
 def _windows(values: Tensor, n_step: int) -> Tensor:
     """Return each step's own and the following values [B, L, n] of [B, L], zeros beyond the last."""
     return F.pad(values, (0, n_step - 1)).unfold(1, n_step, 1)
 
 
-def _unroll(burn_in: int, network: QNetwork, batch: TensorSequences, fresh: Tensor) -> Tensor:
-    return network.unroll(batch.observation, batch.last_action, batch.hidden, burn_in, fresh)
+def _unroll(burn_in: int, network: QNetwork, batch: TensorSequences) -> Tensor:
+    return network.unroll(batch.observation, batch.last_action, batch.hidden, burn_in, batch.fresh)

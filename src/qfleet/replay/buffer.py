@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ from qfleet.core.errors import ConfigError
 from qfleet.core.role import State
 from qfleet.core.seeding import numpy_state, restore_numpy
 from qfleet.core.spec import EnvSpec, LeafSpec
-from qfleet.core.types import Batch, Experience, Floats, Ints, Priorities, SequenceBatch, Standing, Version
+from qfleet.core.types import Batch, Bools, Experience, Floats, Ints, Priorities, SequenceBatch, Standing, Version
 from qfleet.replay.allocation import Allocate, zeros
 from qfleet.replay.rewards import RewardScale
 from qfleet.replay.samplers import PrioritisedConfig, UniformConfig, make_sampler
@@ -30,6 +31,10 @@ from qfleet.replay.windows import Arrival, Completed, NStepWindows, SequenceWind
 
 _NO_EXTRAS: Mapping[str, LeafSpec] = MappingProxyType({})
 _ALL = Fraction(1)
+
+Judge = Callable[[SequenceBatch, Floats, Floats], Floats]
+"""What gives new sequences [B], without their observations, a priority [B] from the actor's values: those [B, L] of
+what it did, and the highest [B, L + 1] of each observation."""
 
 
 def batch_of(fields: dict[str, Any]) -> Batch:
@@ -100,6 +105,7 @@ class Replay:
         rng: np.random.Generator,
         part: Fraction = _ALL,
         sequence: SequenceWindow | None = None,
+        judge: Judge | None = None,
         extras: Mapping[str, LeafSpec] = _NO_EXTRAS,
         directory: Path | None = None,
         normalise_rewards: bool = False,
@@ -108,27 +114,25 @@ class Replay:
     ) -> None:
         """Make an empty replay for about `streams` environments of `spec`, with its `part` of the run's capacity.
 
-        With `sequence`, items are sequences of single steps and `n_step` is not used. `extras` describes further
-        per-row arrays. `directory` is where the mapped tier puts its files. With `allocate` the rows outlive this
-        process: a replay of a `life` after the first finds them there and goes on by `recover`.
+        With `sequence`, items are sequences of single steps and `n_step` is not used; `judge` is needed where they
+        get their first priorities from the actor's values. `extras` describes further per-row arrays. `directory` is
+        where the mapped tier puts its files. With `allocate` the rows outlive this process: a replay of a `life` after
+        the first finds them there and goes on by `recover`.
         """
-        self.config, self.spec, self.rng, self.sequence = config, spec, rng, sequence
+        self.config, self.spec, self.rng, self.sequence, self._judge = config, spec, rng, sequence, judge
         stack = max(leaf.stack for leaf in spec.observations.values())
         segments, rows = config.layout(streams, max(stack - 1, 1), part)
         self.capacity = segments * rows
         self.chains = Chains(segments, rows, streams, self._evict, allocate or zeros)
         self.valued = isinstance(config.sampler, PrioritisedConfig) and config.sampler.initial == "actor"
         """Whether rows come with the actor's values, from which items get their first priorities."""
-        if sequence and self.valued:
-            raise ConfigError("replay.sampler.initial 'actor' is for transitions; sequences need 'maximum'")
         self.windows: Windows = (
             SequenceWindows(streams, sequence) if sequence else NStepWindows(streams, n_step, gamma, self.valued)
         )
         self.powers = gamma ** np.arange(n_step + 1, dtype=np.float64)
         prioritised = isinstance(config.sampler, PrioritisedConfig)
-        self.store = RowStore(
-            config.storage, spec, self.chains, bool(sequence), prioritised, extras, directory, allocate, life
-        )
+        kept = (bool(sequence), prioritised, self.valued)
+        self.store = RowStore(config.storage, spec, self.chains, *kept, extras, directory, allocate, life)
         self.sampler = make_sampler(config.sampler, self.capacity, rng, allocate or zeros)
         self.rewards = RewardScale(streams, gamma) if normalise_rewards else None
         self.version = Version()
@@ -196,6 +200,7 @@ class Replay:
         rows, priorities = completed.row, None
         if completed.returns is None:
             self.store.write("steps", rows, completed.steps)
+            priorities = self._judged(rows) if self.valued and len(rows) else None
         else:
             discount = np.where(completed.terminated, 0.0, self.powers.take(completed.steps))
             self.store.records.write_window(rows, completed.bootstrap, completed.returns, discount)
@@ -212,6 +217,14 @@ class Replay:
         scale = self.rewards.scale if self.rewards else 1.0
         errors = np.abs(completed.returns / scale + discount * completed.best - completed.value)
         return np.nan_to_num(errors, posinf=0.0)  # a broken value must not break the tree
+
+    def _judged(self, starts: Ints) -> Doubles:
+        """Return the priorities [M] that the actor's values give to completed sequences."""
+        assert self._judge is not None
+        rows, valid = self._sequence_rows(starts)
+        steps = self._steps(starts, rows, valid, np.ones(len(starts), np.float32))
+        value, best = self.store.read_valid("value", rows[:, :-1], valid), self.store.read("best", rows)
+        return np.nan_to_num(self._judge(steps, value, best).astype(np.float64), posinf=0.0)
 
     def _evict(self, segments: Ints) -> None:
         """Stop sampling what the loss of `segments` makes incomplete; a checkpoint may still have to write them."""
@@ -292,18 +305,32 @@ class Replay:
 
         After an episode's end the observation repeats the final one, and the rest is zero and not valid.
         """
+        rows, valid = self._sequence_rows(starts)
+        return dataclasses.replace(
+            self._steps(starts, rows, valid, weight),
+            observation=self.store.observe(rows),
+            mask=self.store.read("mask", rows) if self.spec.masked else None,
+        )
+
+    def _sequence_rows(self, starts: Ints) -> tuple[Ints, Bools]:
+        """Return the rows [B, T + 1] of the sequences that start at `starts` [B], and which are steps of them [B, T].
+
+        The last of them is repeated where an episode ends before.
+        """
         assert self.sequence is not None
         steps = self.store.read("steps", starts)[:, None]
         ahead = np.arange(self.sequence.length + 1)
-        rows = self.chains.successor(starts, np.minimum(ahead, steps))
-        valid = ahead[:-1] < steps
+        return self.chains.successor(starts, np.minimum(ahead, steps)), ahead[:-1] < steps
+
+    def _steps(self, starts: Ints, rows: Ints, valid: Bools, weight: Floats) -> SequenceBatch:
+        """Return what was done in sequences and what came of it, without what was seen."""
         taken = np.where(valid, rows[:, :-1], rows[:, :1])
         reward: Floats = self.store.read_valid("reward", taken, valid)
         scale = self.rewards.scale if self.rewards else 1.0
         if self.rewards:
             reward = reward / np.float32(scale)
         return SequenceBatch(
-            observation=self.store.observe(rows),
+            observation={},
             action=self.store.read_valid("action", taken, valid).astype(np.int64),
             reward=reward,
             terminated=self.store.read_valid("terminated", taken, valid),
@@ -312,7 +339,6 @@ class Replay:
             weight=weight,
             index=starts,
             generation=self.chains.generation.take(starts // self.chains.rows),
-            mask=self.store.read("mask", rows) if self.spec.masked else None,
             version=self.version,
             reward_scale=scale,
             global_size=len(starts),

@@ -37,7 +37,8 @@ class PrioritisedConfig(Config):
     max_decay: float = Field(0.9995, gt=0, le=1)
     """Factor on the run-wide maximum priority at each write-back; new items get that maximum."""
     initial: Literal["maximum", "actor"] = "maximum"
-    """What new items get: the run-wide maximum, or the absolute n-step error that the actor's own values give."""
+    """What new items get: the run-wide maximum, or the error that the actor's own values give: of an n-step transition
+    its absolute one, of a sequence what a learner with these values would give it."""
 
 
 class Sampler(ABC):

@@ -36,6 +36,7 @@ class RowStore:
         chains: Chains,
         sequences: bool,
         prioritised: bool,
+        valued: bool,
         extras: Mapping[str, LeafSpec],
         directory: Path | None,
         allocate: Allocate | None,
@@ -43,13 +44,14 @@ class RowStore:
     ) -> None:
         """Make columns of zeros for all rows of `chains`, after a check that they fit.
 
+        `valued` says whether rows come with the actor's values, which those of sequences keep.
         In a `life` after the first they have their memory already and hold what the former one left; see `recover`.
         """
         self.config, self.spec, self.chains, self.sequences = config, spec, chains, sequences
         self.capacity = chains.segments * chains.rows
         self.stack = max(leaf.stack for leaf in spec.observations.values())
         self.extras = tuple(extras)
-        shapes = _shapes(spec, sequences, extras)
+        shapes = _shapes(spec, sequences, valued, extras)
         if life == 0:
             self._check_memory({name: np.dtype((d, s)).itemsize for name, (s, d) in shapes.items()}, directory)
         self.observations: dict[str, Column] = {
@@ -111,6 +113,9 @@ class RowStore:
             self.write("action", rows, experience.action[group])
             self.write("reward", rows, experience.reward[group])
             self.write("terminated", rows, experience.terminated[group])
+            if experience.value is not None and experience.best is not None:
+                self.write("value", rows, experience.value[group])
+                self.write("best", rows, experience.best[group])
 
     def write(self, column: str, rows: Ints, values: NDArray[Any]) -> None:
         """Store `values` [E, ...] at `rows` [E], cast to the column's dtype."""
@@ -245,9 +250,12 @@ class RowStore:
             column.restore(rows, np.ones(len(rows), np.bool_), values)
 
 
-def row_bytes(config: StorageConfig, spec: EnvSpec, sequences: bool, extras: Mapping[str, LeafSpec]) -> float:
+def row_bytes(
+    config: StorageConfig, spec: EnvSpec, sequences: bool, valued: bool, extras: Mapping[str, LeafSpec]
+) -> float:
     """Return about how many bytes of memory one row takes, its place in the sampler included."""
-    total = SAMPLER_BYTES + sum(np.dtype((d, s)).itemsize for s, d in _shapes(spec, sequences, extras).values())
+    shapes = _shapes(spec, sequences, valued, extras)
+    total = SAMPLER_BYTES + sum(np.dtype((d, s)).itemsize for s, d in shapes.values())
     for leaf in spec.observations.values():
         if isinstance(config, Lz4Config) and config.compresses(leaf):
             total += leaf.frame_bytes / ASSUMED_COMPRESSION
@@ -256,7 +264,9 @@ def row_bytes(config: StorageConfig, spec: EnvSpec, sequences: bool, extras: Map
     return total
 
 
-def _shapes(spec: EnvSpec, sequences: bool, extras: Mapping[str, LeafSpec]) -> dict[str, tuple[tuple[int, ...], Any]]:
+def _shapes(
+    spec: EnvSpec, sequences: bool, valued: bool, extras: Mapping[str, LeafSpec]
+) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Return shape and dtype of every column but the observations."""
     shapes: dict[str, tuple[tuple[int, ...], Any]] = {
         "age": ((), np.uint8),
@@ -266,6 +276,8 @@ def _shapes(spec: EnvSpec, sequences: bool, extras: Mapping[str, LeafSpec]) -> d
         action = np.min_scalar_type(spec.actions - 1)
         shapes |= {"action": ((), action), "reward": ((), np.float32)}
         shapes |= {"terminated": ((), np.bool_), "steps": ((), np.int32)}
+        if valued:
+            shapes |= {"value": ((), np.float32), "best": ((), np.float32)}
     if spec.masked:
         shapes["mask"] = ((spec.actions,), np.bool_)
     return shapes | {f"extras.{name}": (leaf.shape, leaf.dtype) for name, leaf in extras.items()}

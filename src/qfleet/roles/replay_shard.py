@@ -11,9 +11,12 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
+from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.schedules import Schedule
+from qfleet.algo.sequences import first_priorities
 from qfleet.core import seeding
 from qfleet.core.failpoints import failpoint
 from qfleet.core.protocols import Counter, Keep, Publisher, Receiver, Sender, Subscriber
@@ -21,7 +24,8 @@ from qfleet.core.role import DONE, WORKED, Idle, Role, State, Status
 from qfleet.core.spec import EnvSpec, LeafSpec
 from qfleet.core.types import Batch, Experience, Priorities, SequenceBatch, Standing, Version
 from qfleet.replay import RateLimiter, Replay, ReplayConfig, SequenceWindow
-from qfleet.replay.storage import remove_files
+from qfleet.replay.storage import StorageConfig, remove_files
+from qfleet.replay.store import row_bytes
 from qfleet.roles.dealing import Dealing
 
 
@@ -52,6 +56,8 @@ class ShardSetup:
     """Learner ranks that share a network, and so get the same part of a batch."""
     sequence: SequenceWindow | None = None
     """How episodes are cut into sequences, for agents with memory; None for transitions."""
+    judged_by: ReplayAgent | None = None
+    """The agent whose values give new sequences their priorities; None where they get the maximum."""
     extras: Mapping[str, LeafSpec] = field(default_factory=dict)
     """What actors send with each row besides."""
     mirrored: bool = False
@@ -63,6 +69,10 @@ class ShardSetup:
     look_again_s: float | None = None
     """Seconds after which an idle shard looks again what is due: other shards make updates due, and draw them, without
     waking this one. None where it is the only one, or where roles take turns."""
+
+    def row_bytes(self, storage: StorageConfig) -> float:
+        """Return about how many bytes of memory one row takes where observations are stored so."""
+        return row_bytes(storage, self.spec, self.sequence is not None, self.judged_by is not None, self.extras)
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,7 @@ class ReplayShard(Role):
             part=setup.part,
             rng=seeding.numpy_stream(setup.seed, self.kind, setup.index, seeding.of_life("sampling", life)),
             sequence=setup.sequence,
+            judge=None if setup.judged_by is None else partial(first_priorities, setup.judged_by),
             extras=setup.extras,
             directory=setup.directory,
             normalise_rewards=setup.normalise_rewards,

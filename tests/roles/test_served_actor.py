@@ -11,9 +11,10 @@ from role_cases import Edge
 
 from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.exploration import EpsilonGreedyConfig
+from qfleet.algo.flat import checksum
 from qfleet.core import codec
 from qfleet.core.role import DONE, WORKED, Idle
-from qfleet.core.types import Experience, Orders, Version
+from qfleet.core.types import Experience, Orders, Version, Weights
 from qfleet.core.usercode import UserCode
 from qfleet.envs import GymConfig, env_spec
 from qfleet.roles.actor import Actor, ActorConfig, ActorHandles, ActorSetup
@@ -147,6 +148,40 @@ def test_acting_in_16_bits_has_nearly_the_same_values(kind):
         role.step()
     (found,), (expected,) = handles.experience.queue, local(PLAIN_AGENT, 1)
     assert 0 < np.abs(found.best - expected.best).max() < 0.02
+
+
+@pytest.mark.parametrize("kind", ["local", "served"])
+@pytest.mark.parametrize("restored", [False, True])
+def test_acting_in_16_bits_is_by_the_newest_weights(kind, restored):
+    """Weights are rounded once for each version: those of an older one must not stay."""
+
+    def pair():
+        edges = wires(1)
+        return make_actor(kind, PLAIN_AGENT, edges, precision="bf16"), make_server(edges, PLAIN_AGENT, precision="bf16")
+
+    def best_of_next(actor, handles, role):
+        handles.experience.queue.clear()
+        while not handles.experience.queue:
+            actor.step()
+            role.step()
+        return handles.experience.queue[0].best
+
+    (actor, handles), role = pair()
+    before = best_of_next(actor, handles, role)
+    holder = handles.weights if kind == "local" else role._handles.weights
+    larger = weights_of(5, 2, PLAIN_AGENT, SPEC).flat * 3
+    holder.publish(Weights(Version(0, 2), larger, checksum(larger), 0))
+    after = best_of_next(actor, handles, role)
+    assert np.abs(after).mean() > 2 * np.abs(before).mean()
+    if restored:
+        states = codec.roundtrip(actor.state_dict()), codec.roundtrip(role.state_dict())
+        (other, others), server_ = pair()
+        for edge in (others.weights, server_._handles.weights):
+            if edge is not None:
+                edge.queue.clear()
+        other.load_state_dict(states[0])
+        server_.load_state_dict(states[1])
+        np.testing.assert_array_equal(best_of_next(other, others, server_), best_of_next(actor, handles, role))
 
 
 def test_while_one_group_waits_for_its_values_the_other_one_steps():

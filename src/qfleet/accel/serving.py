@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from qfleet.accel.graphs import Recording
-from qfleet.accel.precision import Precision, autocast
 from qfleet.algo.networks import QNetwork
 from qfleet.core.spec import LeafSpec
 from qfleet.core.types import Floats, Leaves
@@ -19,16 +18,6 @@ SMALLEST = 16
 """Rows of the smallest batch on a GPU; larger ones are padded to the next power of two, so that few are recorded."""
 
 Values = Callable[[dict[str, Tensor]], Tensor]
-
-
-def rounded(values: Values, precision: Precision) -> Values:
-    """Return the same values, computed in this format on a CPU."""
-
-    def fast(observation: dict[str, Tensor]) -> Tensor:
-        with autocast(precision, torch.device("cpu")):
-            return values(observation)
-
-    return values if precision == "fp32" else fast
 
 
 class BatchedValues:

@@ -15,7 +15,7 @@ import torch
 
 from qfleet.accel.config import AccelConfig
 from qfleet.accel.onednn import compute_by_onednn
-from qfleet.accel.serving import rounded
+from qfleet.accel.rounded import Rounded
 from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.networks import NetworkConfig, build_network
 from qfleet.algo.optim import AdamConfig
@@ -84,7 +84,7 @@ def _crossover(seconds: float) -> Iterator[Row]:
 def values_seconds(work: Work, rows: int, precision: Literal["fp32", "bf16"], seconds: float) -> float:
     """Return the time in which one core values so many observations."""
     network = build_network(work.network, AGENT, work.spec, seed=0).explore()
-    values = rounded(network.q, precision)
+    values = Rounded(network, precision, foreign=False).values
     observation = {name: torch.from_numpy(leaf) for name, leaf in _observations(work, rows).items()}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -169,7 +169,8 @@ class Asker(Role):
         else:
             network = build_network(setup.work.network, AGENT, setup.work.spec, seed=0)
             compute_by_onednn(network, AccelConfig(), foreign=False)
-            self._acting = LocalActing(network, setup.envs, torch.Generator(), handles.weights)
+            rounded = Rounded(network, "fp32", foreign=False)
+            self._acting = LocalActing(network, setup.envs, torch.Generator(), handles.weights, rounded)
         self._observation = _observations(setup.work, setup.envs)
         self._envs, self._epsilon = np.arange(setup.envs), np.zeros(setup.envs, np.float32)
         self._rng = np.random.default_rng(0)

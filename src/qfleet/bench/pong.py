@@ -21,7 +21,7 @@ from qfleet.roles.actor import Actor, ActorHandles
 from qfleet.setups import actor_setup
 
 BUSY, RATIO, AIM, ACTING_RATIO = 0.95, 1.6, 2.5, 5.0
-ACTING_ENVS, ACTING_GROUPS = 64, 4
+ACTING_ENVS, ACTING_GROUPS = 96, 3
 SCRIPT = "sb3_pong.py"
 Rate = Callable[[int], float]
 """Steps a second with so many threads."""

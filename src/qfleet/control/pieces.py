@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from qfleet.accel.onednn import compute_by_onednn
-from qfleet.accel.precision import Precision, autocast
+from qfleet.accel.precision import Precision
+from qfleet.accel.rounded import Rounded
 from qfleet.algo.networks import build_network
 from qfleet.core import codec, seeding
 from qfleet.core.spec import EnvSpec
@@ -62,12 +63,13 @@ def act_seconds(
     network.explore()
     if device == "cpu":
         compute_by_onednn(network, experiment.accel, foreign=code.network is not None)
+    rounded = Rounded(network, precision if device == "cpu" else "fp32", foreign=code.network is not None)
     observation = {name: torch.from_numpy(leaf) for name, leaf in _zeros(spec, batch, stacked=True).items()}
     state = network.initial_state(batch)
 
     def act() -> None:
         seen = {name: leaf.to(device) for name, leaf in observation.items()}
-        with torch.inference_mode(), autocast(precision, torch.device("cpu")):
+        with torch.inference_mode(), rounded.computing():
             (network.recall(seen, state.to(device))[0] if network.recurrent else network.q(seen)).cpu()
 
     before = torch.get_num_threads()

@@ -17,6 +17,7 @@ from pydantic import Field
 
 from qfleet.accel.config import AccelConfig
 from qfleet.accel.onednn import compute_by_onednn
+from qfleet.accel.rounded import Rounded
 from qfleet.algo.agent import AgentConfig, ReplayAgent
 from qfleet.algo.exploration import ExplorationConfig, epsilons
 from qfleet.algo.networks import NetworkConfig, build_network
@@ -366,7 +367,9 @@ def _served(setup: ActorSetup, handles: ActorHandles, inference: ServedInference
 def _local(setup: ActorSetup, handles: ActorHandles) -> LocalActing:
     assert handles.weights is not None
     network = build_network(setup.network, setup.agent, setup.spec, seed=setup.seed, custom=setup.code.network)
-    compute_by_onednn(network, setup.accel, foreign=setup.code.network is not None)
+    foreign = setup.code.network is not None
+    compute_by_onednn(network, setup.accel, foreign)
+    rounded = Rounded(network, setup.inference.precision, foreign)
     purpose = seeding.of_life("noise", 0 if handles.keep is None else handles.keep.life)
     noise = seeding.torch_stream(setup.seed, Actor.kind, setup.index, purpose)
-    return LocalActing(network, setup.actor.envs, noise, handles.weights, setup.inference.precision, handles.keyframes)
+    return LocalActing(network, setup.actor.envs, noise, handles.weights, rounded, handles.keyframes)

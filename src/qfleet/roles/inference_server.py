@@ -19,7 +19,8 @@ from qfleet.accel.choices import Job, choose
 from qfleet.accel.choose import workload
 from qfleet.accel.config import AccelConfig
 from qfleet.accel.onednn import compute_by_onednn
-from qfleet.accel.serving import BatchedValues, Values, rounded
+from qfleet.accel.rounded import Rounded
+from qfleet.accel.serving import BatchedValues, Values
 from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.networks import NetworkConfig, QNetwork, build_network
@@ -132,6 +133,8 @@ class InferenceServer(Role):
         network.explore()
         purpose = seeding.of_life("noise", 0 if handles.keep is None else handles.keep.life)
         self._noise = seeding.torch_stream(setup.seed, self.kind, setup.index, purpose, device)
+        self._rounded: Rounded | None = None
+        """How a network on a CPU is computed."""
         self._weights = WeightReader(FlatParameters(network), handles.weights, handles.keyframes)
         self._compute = BatchedValues(
             network,
@@ -153,8 +156,10 @@ class InferenceServer(Role):
         """Return what values actions in fewer bits: the learner's on a GPU; None where it is the network itself."""
         setup = self._setup
         if device.type == "cpu":
-            compute_by_onednn(network, setup.accel, foreign=setup.code.network is not None)
-            return rounded(network.q, setup.inference.precision)
+            foreign = setup.code.network is not None
+            compute_by_onednn(network, setup.accel, foreign)
+            self._rounded = Rounded(network, setup.inference.precision, foreign)
+            return self._rounded.values
         if network.recurrent:
             return None
         work = workload(setup.agent, setup.network, setup.optim, setup.spec, setup.code)
@@ -215,7 +220,8 @@ class InferenceServer(Role):
 
     def _answer(self) -> None:
         """Compute everything that waits with the newest weights."""
-        self._weights.refresh()
+        if self._weights.refresh():
+            self._renew()
         q, states = self._compute(self._batcher.rows)
         self._batches, self._rows = self._batches + 1, self._rows + self._batcher.rows
         for asked in self._batcher.take():
@@ -225,6 +231,11 @@ class InferenceServer(Role):
             self._answered[asked.client] = asked.sequence
             self._requests += 1
             self._waited_s += time.monotonic() - asked.since
+
+    def _renew(self) -> None:
+        """Compute with the weights as they are now."""
+        if self._rounded is not None:
+            self._rounded.renew()
 
     def metrics(self) -> Mapping[str, float]:
         """Return how well requests come together, and how long they take from their arrival to their answer."""
@@ -253,6 +264,7 @@ class InferenceServer(Role):
     def load_state_dict(self, state: State) -> None:
         """Continue."""
         self._weights.load_state_dict(state["weights"])
+        self._renew()
         self._noise.set_state(state["noise"])
         for client, request in state["waiting"]:
             self._lay(client, request)

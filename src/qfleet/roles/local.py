@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 import torch
 
-from qfleet.accel.precision import Precision, autocast
+from qfleet.accel.rounded import Rounded
 from qfleet.algo.flat import FlatParameters
 from qfleet.algo.networks import QNetwork
 from qfleet.core.packed import PackedWeights
@@ -30,11 +30,11 @@ class LocalActing:
         envs: int,
         noise: torch.Generator,
         weights: Subscriber[Weights | PackedWeights],
-        precision: Precision = "fp32",
+        rounded: Rounded,
         keyframes: Subscriber[PackedWeights] | None = None,
     ) -> None:
-        """Take over a new network for `envs` environments, and the generator of its weight noise."""
-        self._precision = precision
+        """Take over a new network for `envs` environments, the generator of its noise, and how it is computed."""
+        self._rounded = rounded
         self._network, self._noise = network.explore(), noise
         network.set_generator(noise)
         self._weights = WeightReader(FlatParameters(network), weights, keyframes)
@@ -67,7 +67,8 @@ class LocalActing:
 
     def refresh(self) -> None:
         """Take over newer weights if there are any."""
-        self._weights.refresh()
+        if self._weights.refresh():
+            self._rounded.renew()
 
     def ask(self, observation: Leaves, mask: Bools | None, envs: Ints) -> None:
         """Ask for actions after observations [K, ...] of environments `envs` [K]."""
@@ -81,7 +82,7 @@ class LocalActing:
         """Choose for the environments [K] that `answered` returned."""
         observation, mask, envs = self._asked.popleft()
         self._network.resample_noise(self._noise)
-        with autocast(self._precision, torch.device("cpu")):
+        with self._rounded.computing():
             return self._acting.act(observation, mask, epsilon, rng, envs)
 
     def forget(self, envs: Ints) -> None:
@@ -105,3 +106,4 @@ class LocalActing:
         if "acting" in state:  # version 0.1 had nothing to remember
             self._acting.load_state_dict(state["acting"])
         self._weights.load_state_dict(state["weights"])
+        self._rounded.renew()

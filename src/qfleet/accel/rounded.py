@@ -38,8 +38,7 @@ class Rounded:
     def values(self, observation: dict[str, Tensor]) -> Tensor:
         """Return the expected values [B, A]."""
         with self.computing():
-            values: Tensor = self._network.q(observation)
-        return values
+            return self._network.q(observation)
 
 
 class _RoundedConv2d(nn.Conv2d):
@@ -54,7 +53,8 @@ class _RoundedConv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map images [B, C, H, W] to images."""
-        return self._conv_forward(input.to(self.dtype), *self.rounded)
+        output: Tensor = self._conv_forward(input.to(self.dtype), *self.rounded)
+        return output
 
 
 class _RoundedLinear(nn.Linear):

@@ -13,6 +13,7 @@ from qfleet.accel.precision import autocast
 from qfleet.accel.rounded import Rounded
 from qfleet.algo.agent import ReplayAgent
 from qfleet.algo.flat import FlatParameters
+from qfleet.algo.heads import CategoricalConfig, ImplicitQuantileConfig, QuantileConfig
 from qfleet.algo.networks import QNetwork, build_network
 from qfleet.algo.torsos import ImpalaConfig, MlpConfig, NatureConfig, SmallCnnConfig
 from qfleet.core.spec import PLAIN, EnvSpec, LeafSpec
@@ -26,6 +27,9 @@ CASES = {
     "spectral": (NatureConfig(spectral_norm=True), FRAMES, ReplayAgent()),
     "impala": (ImpalaConfig(), FRAMES, ReplayAgent()),
     "small": (SmallCnnConfig(layer_norm=True), GRID, ReplayAgent()),
+    "categorical": (MlpConfig(hidden=(64,)), VECTOR, ReplayAgent(head=CategoricalConfig())),
+    "quantile": (MlpConfig(hidden=(64,)), VECTOR, ReplayAgent(head=QuantileConfig())),
+    "implicit": (MlpConfig(hidden=(64,)), VECTOR, ReplayAgent(head=ImplicitQuantileConfig())),
     "noisy": (MlpConfig(hidden=(64,)), VECTOR, ReplayAgent(noisy=True)),
     "vector": (MlpConfig(hidden=(64, 64)), VECTOR, ReplayAgent()),
 }
@@ -58,6 +62,7 @@ def test_values_are_those_of_weights_that_are_rounded_at_each_call(name, rows):
     rounded = Rounded(network, "bf16", foreign=False)
     with torch.inference_mode():
         found, exact = rounded.values(observation), plain.q(observation)
+    assert found.dtype == torch.float32, "NumPy, and so an actor, knows no bfloat16"
     torch.testing.assert_close(found, by_autocast(plain, observation), rtol=0, atol=NEAR)
     assert 0 < (found - exact).abs().max() < 10 * NEAR
 

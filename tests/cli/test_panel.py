@@ -108,7 +108,7 @@ def test_an_empty_board_can_be_drawn() -> None:
 @pytest.mark.parametrize("width", [60, 61, 80, 120, 200])
 def test_no_line_is_wider_than_the_terminal_and_none_wraps(width: int) -> None:
     lines = text_of(full_board(), width).rstrip("\n").splitlines()
-    assert {cell_len(line) for line in lines} == {min(width - 1, 110)}
+    assert {cell_len(line) for line in lines} == {min(width - 1, 140)}
     assert len(lines) == len(text_of(full_board(), 200).rstrip("\n").splitlines())
     assert any("eta 1m15s" in line for line in lines)
 

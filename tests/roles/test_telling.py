@@ -33,7 +33,9 @@ def test_the_first_few_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(telling.time, "monotonic", lambda: now[0])
     told = Telling()
     assert told.of(["a", "b"]) == ["a", "b"]
-    assert len(told.of(["c"] * 20)) == AT_ONCE - 2
+    last = told.of(["c"] * 20)
+    assert len(last) == AT_ONCE - 2
+    assert [text.endswith("told as one)") for text in last] == [False] * (AT_ONCE - 3) + [True]
     assert told.of(["d"]) == []
     now[0] += EVERY_S
     assert told.of(["e"]) == ["13 more in 60 s, the last: d", "e"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from qfleet.core.protocols import Report
+from qfleet.roles.actor import IN_ENVS, MAKING
 from qfleet.runtime.streams import Level
 from qfleet.runtime.watchdog import Standstill, Watchdog
 
@@ -73,7 +74,7 @@ def test_nobody_waits_long_for_a_step_when_a_person_waits_for_the_end() -> None:
     assert dog.verdict("a", report(step_s=50), True, 0) == ""
     assert dog.verdict("a", report(step_s=50), True, 0, hurried_s=2) == "", "it may come back by itself"
     assert dog.verdict("a", report(step_s=2), True, 0, hurried_s=9) == "", "its step has only begun"
-    for phase in ("running", "evaluating"):
+    for phase in ("running", IN_ENVS, "evaluating", MAKING):
         said = dog.verdict("a", report(phase, step_s=50), True, 0, hurried_s=4)
         assert said == f"it held up the end of the run: 50 s in one step, in phase '{phase}'"
     assert dog.verdict("a", report("save", step_s=50), True, 0, hurried_s=4) == "", "what it writes is waited for"

@@ -126,8 +126,9 @@ class CategoricalHead(nn.Module):
         return cast(Tensor, self.streams(features))
 
     def expectation(self, output: Tensor) -> Tensor:
-        """Return the mean returns [B, A] of logits."""
-        return output.softmax(-1) @ self.support
+        """Return the mean returns [B, A] of logits, with all digits where layers are computed in fewer."""
+        with torch.autocast(output.device.type, enabled=False):
+            return output.softmax(-1) @ self.support
 
 
 class QuantileHead(nn.Module):

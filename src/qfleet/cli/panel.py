@@ -124,8 +124,10 @@ class LivePanel:
         self._draw_if_due()
 
     def event(self, record: Mapping[str, Any]) -> None:
-        """Show an event, now or at the next drawing."""
+        """Show an event, now or at the next drawing; that a final test begins now, since nothing may come for long."""
         self._board.take_event(record)
+        if self._board.under_test and self._next_at < math.inf:
+            self._next_at = -math.inf
         self._draw_if_due()
 
     def close(self) -> None:
@@ -162,9 +164,9 @@ def render(board: Board, width: int, height: int) -> Panel:
     balance = _balance(board)
     room = max(1, min(len(board.events), height - _FIXED_ROWS - board.under_test - len(balance)))
     parts: list[RenderableType] = [_numbers(board, width)]
-    if roles := _roles(board.metrics):
+    if not board.under_test and (roles := _roles(board.metrics)):  # they have ended
         parts += ["", roles]
-    if bottleneck := board.metrics.get("bottleneck"):
+    if not board.under_test and (bottleneck := board.metrics.get("bottleneck")):
         parts.append(_line("bottleneck: ", one_line(str(bottleneck)), "yellow"))
     parts += balance
     if board.events:
@@ -174,7 +176,7 @@ def render(board: Board, width: int, height: int) -> Panel:
         title=_title(board),
         title_align="left",
         border_style=_BORDERS.get(board.ending, "cyan"),
-        width=min(width, 110),
+        width=min(width, 140),
         padding=(0, 1),
     )
 

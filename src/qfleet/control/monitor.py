@@ -126,6 +126,8 @@ class Monitor:
         """Whether it was said that one had to wait for another that was being written."""
         self._mute: dict[int, float] = {}
         """The numbers of the sinks that cannot write now, and since when."""
+        self._stood_still_s = 0.0
+        """Seconds that the run has waited in the end for an earlier checkpoint."""
         self._began = time.perf_counter()
 
     def listen(self) -> None:
@@ -153,7 +155,6 @@ class Monitor:
             self._moved = True
             self._observe()
         reason = self.stopping or "budget"
-        self.placement.pause()  # an earlier checkpoint may still be written for long
         self._tell_incidents()
         self._record()
         self._save_last()
@@ -184,9 +185,12 @@ class Monitor:
 
     @property
     def training_s(self) -> float:
-        """Seconds of training so far; evaluations count only where they run beside training."""
+        """Seconds of training so far; evaluations count only where they run beside training.
+
+        What it takes in the end to write an earlier checkpoint does not count.
+        """
         in_between = self._evaluated_s if self.experiment.in_turns else 0.0
-        return self._earlier_s + self.elapsed_s - in_between
+        return self._earlier_s + self.elapsed_s - in_between - self._stood_still_s
 
     def _observe(self) -> None:
         for events in self.handles.events:
@@ -354,7 +358,10 @@ class Monitor:
     def _save_last(self) -> None:
         """Have everything written that happened; an error if that is not possible."""
         if self.saving is not None:
+            self.placement.pause()  # or it would train on for as long as that is written
+            began = time.perf_counter()
             self._await(self.saving)
+            self._stood_still_s += time.perf_counter() - began
             self._written(self.saving)
         for left in reversed(range(_LAST_TRIES)):
             if not self._moved:

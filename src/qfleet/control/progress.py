@@ -9,8 +9,9 @@ from typing import Any
 from qfleet.algo.agent import ReplayAgent
 from qfleet.control.bottleneck import Load, in_turns, side_by_side
 from qfleet.control.cores import Cores
-from qfleet.core.protocols import Report
+from qfleet.core.protocols import LONG_STEP_S, Report
 from qfleet.experiment import Experiment
+from qfleet.roles.actor import IN_ENVS
 
 _FROM_ACTORS = ("episode_return", "episode_length", "epsilon")
 _COUNTED_BY_ACTORS = ("return_sum", "cut_episodes", "given_up_envs", "lost_steps")
@@ -32,8 +33,10 @@ _WORK = {"actor": "env_steps", "learner": "updates", "worker": "gradients", "ser
 """What the speed of a role is counted in, by its kind: one of its metrics."""
 _COUNTED = {"actors": ("actor",), "learners": ("learner", "worker", "fused"), "shards": ("replay",)}
 """Which kinds of roles are counted together, by the name of their number; a fused loop is a learner that acts."""
-_LONG_STEP_S, _NAMED = 5.0, 3
-"""A step that takes longer is told of, of so many roles at most."""
+_NAMED = 3
+"""So many roles at most are named that are in long steps."""
+_AT_WORK = {"running": "in one step", IN_ENVS: IN_ENVS}
+"""What a role is in that takes long, by its phase; other phases may."""
 
 
 class Progress:
@@ -80,7 +83,8 @@ class Progress:
         record |= _present(reports) | _merged(reports)
         record |= self._shares(reports, seconds)
         if updates == 0 and env_steps < self._learning_starts:
-            record["bottleneck"] = f"none yet: learning begins at {self._learning_starts:,} steps"
+            began = f"none yet: learning begins at {self._learning_starts:,} steps"
+            record["bottleneck"] = (_in_one_step(reports) if self._beside else "") + began
             record.pop("eta_s", None)
         self._last = (now, env_steps, updates)
         return record
@@ -98,7 +102,7 @@ class Progress:
                 process = report.index if report.host is None else report.host
                 shared = shares.setdefault(report.kind, {})
                 shared[process] = min(1.0, shared.get(process, 0.0) + busy)
-            record |= {f"{name}.busy": busy, f"{name}.idle": report.idle}
+            record |= {f"{name}.busy": busy, f"{name}.idle": report.waits_for}
             if report.queue is not None:
                 record[f"{name}.queue"] = report.queue
             if report.cpu_s:
@@ -130,9 +134,9 @@ class Progress:
 
 def _in_one_step(reports: Sequence[Report]) -> str:
     """Name those whose present step takes long, as that of an environment that hangs: until it ends they seem idle."""
-    long = [one for one in reports if one.phase == "running" and one.step_s >= _LONG_STEP_S]
-    named = [f"{one.kind}.{one.index} is in one step for {one.step_s:.0f} s" for one in long[:_NAMED]]
-    more = [f"{len(long) - _NAMED} more are in one, too"] if len(long) > _NAMED else []
+    long = [one for one in reports if one.phase in _AT_WORK and one.step_s >= LONG_STEP_S]
+    named = [f"{one.kind}.{one.index} is {_AT_WORK[one.phase]} for {one.step_s:.0f} s" for one in long[:_NAMED]]
+    more = [f"{len(long) - _NAMED} more are in one step, too"] if len(long) > _NAMED else []
     return "".join(f"{text}; " for text in [*named, *more])
 
 

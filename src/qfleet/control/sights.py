@@ -42,7 +42,8 @@ def look(now: float, env_steps: int, reports: Sequence[Report]) -> Look:
     """Return how the run stands now."""
     at_work = [report for report in reports if report.phase in AT_WORK]
     seen = {
-        (r.kind, r.index): Sight(r.busy_s, r.idle_s, r.idle, r.metrics, r.cpu_s, r.host is not None) for r in at_work
+        (r.kind, r.index): Sight(r.busy_s, r.idle_s, r.waits_for, r.metrics, r.cpu_s, r.host is not None)
+        for r in at_work
     }
     return Look(now, env_steps, seen)
 

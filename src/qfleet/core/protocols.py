@@ -112,6 +112,10 @@ class KeptRows(Protocol):
         """Return the array [N, *shape] of that name, as it is now and will be; not to be written."""
 
 
+LONG_STEP_S = 5.0
+"""A step that takes longer is told of: until it ends its role seems to do nothing."""
+
+
 @dataclass(frozen=True)
 class Report:
     """What a host tells of one role: for the panel, the sinks and the balancer."""
@@ -136,6 +140,13 @@ class Report:
     """Messages on their way to it; None where nobody counts them, or it receives none."""
     awaited: tuple[str, ...] = ()
     """Edges of which any could end its waiting."""
+
+    @property
+    def waits_for(self) -> str:
+        """What it waits for now: while a step takes long, what that waits for, and not what it said before."""
+        if self.step_s < LONG_STEP_S:
+            return self.idle
+        return "" if self.phase == "running" else self.phase
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ AT_ONCE = 10
 """So many are told one by one,"""
 EVERY_S = 60.0
 """in so many seconds; those beyond are told as one when these are over."""
+_BEYOND = f"(more within {EVERY_S:.0f} s are counted, and told as one)"
 
 
 class Telling:
@@ -27,7 +28,7 @@ class Telling:
         for text in texts:
             if self._told < AT_ONCE:
                 self._told += 1
-                found.append(text)
+                found.append(text if self._told < AT_ONCE else f"{text} {_BEYOND}")
             else:
                 self._held, self._last = self._held + 1, text
         return found

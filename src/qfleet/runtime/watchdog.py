@@ -16,7 +16,7 @@ _SILENT_S, _SILENT_PART = 4.0, 1 / 15
 environment keeps Python to itself; or such a part of a step in the phase "running", if that is longer."""
 _HURRIED_S = 3.0
 """How long a step may still take when a person wants the run to end, in phases that are done anew at little cost."""
-_ANEW = ("running", "evaluating", "making")
+_ANEW = ("running", "waiting for environments", "evaluating", "making")
 _STANDSTILL_S = 10.0
 _NAMED = 4
 """So many of those for whom a role waits are named, the others counted."""

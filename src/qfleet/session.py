@@ -275,6 +275,7 @@ class Session:
         experiment = self.experiment
         event = {"event": "started", "resume_grade": grade, "run_dir": str(self.run.path), "env_steps": 0}
         event |= {"epoch": self.run.epoch.number}
+        began_before = (told := self.run.path / "events.jsonl").exists() and told.stat().st_size > 0
         event |= {"preset": experiment.preset, "algo": experiment.algo, "seed": experiment.seed}
         monitor.listen()  # before the edges are restored, and what roles said is forgotten
         if restore is not None:
@@ -295,6 +296,9 @@ class Session:
         monitor.announce(event)
         if restore is not None:
             _tell_damage(monitor, restore)
+        elif began_before:
+            text = "it had no checkpoint yet: it begins anew at step 0, and what it had learned before is lost"
+            monitor.announce({"event": "notice", "role": "checkpoint", "index": 0, "kind": "anew", "text": text})
         return str(event["resume_grade"])
 
     def _own_sinks(self) -> list[Sink]:

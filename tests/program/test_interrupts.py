@@ -105,6 +105,10 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(tmp_path):
     assert killed.returncode == -signal.SIGKILL
     uncut = qfleet.train(short(), seed=4, run_dir=tmp_path / "uncut")
     assert fingerprint(qfleet.resume(tmp_path / "run")) == fingerprint(uncut)
+    said = [event for event in read_jsonl(tmp_path / "run" / "events.jsonl") if event.get("kind") == "anew"]
+    assert len(said) == 1
+    assert "begins anew at step 0" in said[0]["text"]
+    assert all(event.get("kind") != "anew" for event in read_jsonl(uncut.dir / "events.jsonl"))
 
 
 def test_a_run_that_lost_its_patience_goes_on_when_resumed(tmp_path):

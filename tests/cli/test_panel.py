@@ -241,6 +241,20 @@ def test_it_draws_at_most_four_times_a_second_and_always_the_last_state(monkeypa
     assert REFRESH_S == 0.25
 
 
+def test_the_beginning_of_a_final_test_is_drawn_at_once() -> None:
+    """It came right after the last checkpoint, and was drawn with the next event: the panel looked dead for minutes."""
+    file, clock = io.StringIO(), Clock()
+    panel = LivePanel(terminal(file), clock)
+    panel.metrics(METRICS)
+    panel.event({"event": "testing", "played": 0, "episodes": 30})
+    shown = re.sub("\x1b\\[[^A-Za-z]*[A-Za-z]", "", file.getvalue())
+    assert "0 of 30 episodes" in shown
+    before, after = shown.split("final test", 1)
+    assert "bottleneck" in before
+    assert "bottleneck" not in after, "the roles have ended"
+    panel.close()
+
+
 def test_it_starts_no_thread_and_gives_cursor_and_stdout_back() -> None:
     import threading
 

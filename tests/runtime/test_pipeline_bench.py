@@ -60,30 +60,32 @@ def test_a_calibration_that_fails_meets_nothing(monkeypatch: pytest.MonkeyPatch)
 def test_pong_stands_beside_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     def peer(python: Path, script: str, *words: str) -> dict[str, float]:
         assert (Path("benchmarks/peers") / script).is_file()
-        return {
-            "steps_per_s": (400.0 if "--acting-only" in words else 60.0) + float(words[words.index("--threads") + 1])
-        }
+        alone = 800.0 if "--envs" in words else 400.0
+        rate = alone if "--acting-only" in words else 60.0
+        return {"steps_per_s": rate + float(words[words.index("--threads") + 1])}
 
     monkeypatch.setattr(pong, "train", lambda threads, seconds, precision: made_up(100.0 * threads, 0.1, 0.97))
     monkeypatch.setattr(pong, "act", lambda threads, seconds: 1000.0 * threads)
     monkeypatch.setattr(pong, "run_peer", peer)
     monkeypatch.setattr(pong, "peer_python", lambda environment: Path("python"))
     monkeypatch.setattr(pong, "_threads", lambda: [1, 2])
-    busy, training, rounded, acting = pong.measure(rounds=2)
+    busy, training, rounded, acting, beside_several = pong.measure(rounds=2)
     assert busy.met is True
     assert busy.ours == "97.0%"
     assert training.ratio == rounded.ratio == pytest.approx(200 / 62)
     assert training.met is True
     assert acting.ratio == pytest.approx(2000 / 402)
     assert acting.met is False
+    assert beside_several.ratio == pytest.approx(2000 / 802)
+    assert beside_several.met is None
 
 
 def test_pong_without_a_peer_has_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pong, "train", lambda threads, seconds, precision: made_up(100.0, 0.1, 0.9))
     monkeypatch.setattr(pong, "act", lambda threads, seconds: 1000.0)
     rows = pong.measure(rounds=1)
-    assert [row.ratio for row in rows] == [None] * 4
-    assert [row.met for row in rows] == [False, None, None, None]
+    assert [row.ratio for row in rows] == [None] * 5
+    assert [row.met for row in rows] == [False, *[None] * 4]
 
 
 def test_both_sides_play_by_the_same_settings() -> None:

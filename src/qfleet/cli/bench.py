@@ -84,6 +84,7 @@ SUITES = {
             f"{_PONG}, acting in bf16",
             f"{_PONG}, all in bf16",
             "acting alone in Pong",
+            "acting alone in Pong, 64 games, bf16; the peer 32 games",
         ),
         ("peers",),
     ),
